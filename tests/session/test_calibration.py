@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
+import torch
 
 import workbench as wb
 from workbench.core.boxing import LinkCost
@@ -98,7 +99,9 @@ def test_ranks_measure_together(monkeypatch, num_ranks):
     monkeypatch.setattr(machine_times, "ROWS", {"cpu": 64})
     monkeypatch.setattr(machine_times, "FUNCTION_BYTES", 2**18)
     monkeypatch.setattr(machine_times, "Stopwatch", lambda *about: Stopwatch(*about, window_s=0.0))
+    before = torch.get_rng_state()
     times = run_ranks(machine_times.measure, num_ranks)
+    assert torch.equal(torch.get_rng_state(), before)  # by time, functions draw more numbers on one rank than on others
     assert {exchange.kind for exchange in times[0].exchanges} == (
         {*machine_times.KINDS, "gradients", *["send"] * (num_ranks == 2)} if num_ranks > 1 else set()
     )

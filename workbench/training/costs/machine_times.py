@@ -25,7 +25,7 @@ from workbench.tensors import default_generator
 from workbench.tensors.boxing.box import box_to
 from workbench.tensors.global_tensor import local_torch, new_placeholder, spec_of, wrap
 from workbench.tensors.simulated import Simulated, world_of_one
-from workbench.tensors.world import World, current
+from workbench.tensors.world import World, barrier, current
 from workbench.training.costs.stopwatch import Stopwatch
 from workbench.training.costs.times import DTYPES, ExchangeTime, FunctionTime, ProductTime, RankTimes
 from workbench.training.costs.work_counter import WorkCounter
@@ -55,13 +55,24 @@ _WIDTH, _DEPTHS, _NUM_SAMPLES, _LENGTH = 8, (1, 6), 4, 4
 
 
 def measure(spans: Sequence[int] = ()) -> RankTimes:
-    """Time products, functions, copies, overheads and boxings. All ranks of the world call it; it takes seconds.
+    """Time products, functions, copies, overheads and boxings. All ranks of the world call it; it takes seconds. Random
+    numbers then go on as if it had not been called: functions draw some, until a time has passed.
 
     Args:
         spans: sizes of groups of neighbouring ranks within which boxings are timed, each a divisor of the number of
             ranks; by default its doublings from 2 on, and all ranks.
     """
     world = current()
+    before = default_generator.states(world.device)
+    barrier()  # simulated ranks share a generator
+    try:
+        return _measured(world, spans)
+    finally:
+        default_generator.set_states(before, world.device)
+
+
+def _measured(world: World, spans: Sequence[int]) -> RankTimes:
+    """See ``measure``."""
     watch = Stopwatch(world, _host())
     products = tuple(_time_products(watch))
     functions = tuple(_time_function(watch, *row) for row in _functions(world.device))
