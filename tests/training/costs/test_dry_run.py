@@ -211,6 +211,42 @@ def test_alike_stages_are_known_from_one(monkeypatch):
     assert few.sent_bytes == every.sent_bytes and few.by_kind == every.by_kind
 
 
+class Skipping(nn.Module):
+    """Equal layers, of which one result goes to a later one, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            kept = x if number == 2 else kept if number > 2 else None
+            x = x + kept if number == 5 else x
+        return x
+
+
+def pooled():
+    """Equal layers, of which the later ones take a quarter of the numbers."""
+    layers = [nn.Conv2d(8, 8, 3, padding=1) for _ in range(8)]
+    return nn.Sequential(*layers[:4], nn.MaxPool2d(2), *layers[4:])
+
+
+@pytest.mark.parametrize(("make", "shape"), [(Skipping, (8, 8)), (pooled, (8, 8, 8, 8))])
+def test_stages_with_equal_layers_are_alike_if_they_exchange_the_same(monkeypatch, make, shape):
+    names = [name for name, module in make().named_modules() if list(module.parameters(recurse=False))]
+    strategy = "; ".join(f"{name}: data@{stage}" for stage, name in enumerate(names)) + " | 8x1x1 mb=2"
+
+    def run():
+        return dry_run(make, strategy, 8, torch.empty(shape), torch.empty(8), lambda output, _: output.mean())
+
+    few = run()
+    monkeypatch.setattr("workbench.training.costs.dry_run._MAX_STAGES_ONE_BY_ONE", 8)
+    every = run()
+    assert few.num_run < every.num_run == 8
+    assert few.sent_bytes == every.sent_bytes and len(set(few.sent_bytes)) > 2
+
+
 def test_micro_batches_are_known_from_two():
     few, many = (counted("perceptron", f"*: model | 1x1x2 mb={n}", 2) for n in (2, 4))
     real = really_sent("perceptron", "*: model | 1x1x2 mb=4", 2)

@@ -8,15 +8,14 @@ It does not run thousands of ranks one by one. A boxing plan says what each of i
 stage passes all boxings of the stage. One rank's forward and backward therefore give the bytes of the whole stage. A
 rank knows only its own exchanges around the optimizer's step (sums of gradients, shards of ZeRO): the dry run asks the
 corners of a stage's grid, and all its ranks if the corners differ. Stages with the same layers between the same
-neighbours run once. Two micro-batches stand for all.
+neighbours run once, if they exchange the same in forward, as the first rank has seen. Two micro-batches stand for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -28,7 +27,6 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from workbench.core.boxing import LinkCost
 from workbench.core.presets import StrategyLike, stages_preset, strategy_of
-from workbench.core.rank_numbers import sent_by_number
 from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
@@ -37,6 +35,7 @@ from workbench.tensors.simulated import Simulated
 from workbench.tensors.world import World
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.training.batches import Batch, LossFunction
+from workbench.training.costs.boxing_collector import BoxingCollector, Kinds
 from workbench.training.parallel import describe, parallelize, state_of
 from workbench.training.pipelining.step import forward_backward
 from workbench.training.runs.job_checks import check_functions
@@ -132,7 +131,7 @@ def dry_run(
     by_rank: dict[int, Kinds] = {}
     num_run = 0
     for stage in range(resolved.degrees[0]):
-        grid, kind = resolved.stage_grid(stage), _kind_of(stage, resolved, layers)
+        grid, kind = resolved.stage_grid(stage), _kind_of(stage, resolved, layers, program)
         if kind not in asked:
             asked[kind], how_many = _boxings_of_stage(grid, program)
             grids[kind], num_run = grid, num_run + how_many
@@ -145,8 +144,6 @@ def dry_run(
     return DryRun(resolved, sent, {kind: size for kind, size in by_kind.items() if size}, num_run)
 
 
-Kinds = dict[str, int]
-"""Bytes by kind of exchange."""
 Grid = list[list[int]]
 _MAX_STAGES_ONE_BY_ONE = 4
 
@@ -155,9 +152,9 @@ def _sum_of(one: Kinds, two: Kinds, factor: int = 1) -> Kinds:
     return {kind: one.get(kind, 0) + factor * two.get(kind, 0) for kind in (*one, *(k for k in two if k not in one))}
 
 
-def _kind_of(stage: int, resolved: ResolvedStrategy, layers: Sequence[Layer]) -> Any:
-    """The key of a stage's traffic: its layers and their neighbours. Stages with equal keys run once; a few stages all
-    run.
+def _kind_of(stage: int, resolved: ResolvedStrategy, layers: Sequence[Layer], program: _Program) -> Any:
+    """The key of a stage's traffic: its layers, their neighbours, and what its ranks exchange in forward. Stages with
+    equal keys run once; a few stages all run.
     """
     if resolved.num_stages <= _MAX_STAGES_ONE_BY_ONE or resolved.num_stages > resolved.degrees[0]:
         return stage
@@ -170,7 +167,8 @@ def _kind_of(stage: int, resolved: ResolvedStrategy, layers: Sequence[Layer]) ->
     widths = [resolved.stage_width(min(max(0, stage + step), resolved.num_stages - 1)) for step in (-1, 0, 1)]
     pairs = zip(layers, resolved.layers, strict=True)
     has_gradients = any(c.stage < stage and len(layer.frozen) < len(layer.shapes) for layer, c in pairs)
-    return repr((described(stage), before, behind, widths, has_gradients))
+    exchanged = [sorted(program.exchanged_by(rank).items()) for rank in resolved.stage_ranks(stage)]
+    return repr((described(stage), before, behind, widths, has_gradients, exchanged))
 
 
 def _described(layer: Layer, choice: ResolvedLayer) -> Any:
@@ -246,46 +244,6 @@ def _to(leaf: Any, dtype: torch.dtype) -> Any:
     return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
-class _BoxingCollector:
-    """Replaces ``wb.debug.trace()`` and receives every boxing, also those without this rank."""
-
-    def __init__(self) -> None:
-        self._plans: dict[tuple[int, int], tuple[Any, Any, int]] = {}
-        self._stage: Any = None
-
-    def of_stage(self, world: World) -> _BoxingCollector:
-        """The same collector, for boxings of one of this rank's stages."""
-        made = copy(self)
-        made._stage = world
-        return made
-
-    def site(self, function: str = "") -> None:
-        """No place: a dry run does not say where a boxing comes from."""
-
-    def add(self, site: Any, direction: str, plan: Any, dtype: torch.dtype) -> None:
-        """Count a boxing plan, a boxing path or moved rows."""
-        for step in getattr(plan, "steps", (plan,)):
-            key = id(step), id(self._stage)  # holding both keeps their ids from being used again
-            self._plans[key] = step, self._stage, self._plans.get(key, (step, self._stage, 0))[2] + 1
-
-    def add_reduction(self, *args: Any, **kwargs: Any) -> None:
-        """Count nothing: this rank's traffic has the sums."""
-
-    @property
-    def sent(self) -> dict[int, Kinds]:
-        """By rank."""
-        found: dict[int, Kinds] = {}
-        for plan, stage, times in self._plans.values():
-            for rank, size in sent_by_number(plan, stage and stage.rank_of).items():
-                if stage is not None:
-                    if not stage.transport.is_of_this_stage(rank):
-                        continue  # its own stage's run of the program counts it
-                    rank = stage.rank_of[rank]
-                kinds = found.setdefault(rank, {})
-                kinds[plan.kind] = kinds.get(plan.kind, 0) + times * size
-        return found
-
-
 @contextmanager
 def _explaining_value_reads() -> Iterator[None]:
     """Context that explains the error of a forward or a loss that reads values, which metadata does not have."""
@@ -315,6 +273,12 @@ class _Program:
     batch: Any
     num_samples: int
     is_ended: Callable[[], bool]
+    seen: list[BoxingCollector] = field(default_factory=list)
+    """By the first run."""
+
+    def exchanged_by(self, rank: int) -> Kinds:
+        """What a rank sends and receives in forward; nothing before the first run."""
+        return self.seen[0].in_forward.get(rank, {}) if self.seen else {}
 
     def boxings(self, rank: int) -> dict[int, Kinds]:
         """The bytes that ranks send in the boxings of a step that ``rank`` sees: all ranks of its stage, and some
@@ -360,13 +324,15 @@ class _Program:
             model, optimizer = self._made(strategy)
             plan = state_of(model).layouts.plan
             for _ in range(2):
-                world.context.tracer = collector = _BoxingCollector()
+                world.context.tracer = collector = BoxingCollector()
                 world.traffic.reset()
                 with _explaining_value_reads():
                     forward_backward(model, self.loss_fn, *batch)
                 optimizer.step()
                 if not plan.settle():
                     break  # else the next step is like all later ones
+            if not self.seen:
+                self.seen.append(collector)
             sent = collector.sent
             return sent, _sum_of(dict(world.traffic.by_kind), sent.get(rank, {}), -1)
 
