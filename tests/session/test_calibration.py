@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 import workbench as wb
 from workbench.core.boxing import LinkCost
+from workbench.cost.compute import Rates
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import load_hardware, save_hardware
 from workbench.session.calibration import hardware_from
@@ -53,6 +54,18 @@ def test_constants_come_back():
     assert hardware.function_flops_per_s == {"conv2d": pytest.approx(1e10)}
     assert hardware.offload_bytes_per_s == 2e9
     assert (hardware.op_s, hardware.step_s, hardware.alone_speedup) == pytest.approx((1e-5, 3e-4, 1.0))
+
+
+def test_constants_hold_at_both_precisions_where_16_bits_are_slower():
+    """A CPU that emulates them. Functions are timed in 32 bits only."""
+    times = rank_times()
+    emulated = [replace(product, dtype="bf16", time_s=6 * product.time_s) for product in times.products]
+    hardware = hardware_from([replace(times, products=(*times.products, *emulated))])
+    for precision, slower in (("fp32", 1), ("bf16", 6)):
+        rates = Rates.of(hardware, precision, 1.0)
+        assert rates.product_s(1e9, 64, 0.0, "conv2d") - hardware.op_s == pytest.approx(slower * 0.1)
+        if precision == "fp32":
+            assert rates.product_s(1e9, 64, 0.0) - hardware.op_s == pytest.approx(1e9 * (1 + HALF / 64) / RATE)
 
 
 def test_ranks_that_share_cores_are_faster_alone():

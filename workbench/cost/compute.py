@@ -69,12 +69,14 @@ class Rates:
         return cls(hardware, rate, usual if precision == "fp8" else rate, usual, scale, precision == "fp8", fuses)
 
     def product_s(self, flops: float, inner: float, moved_bytes: float, name: str = "linear") -> float:
-        """Seconds of a matrix product that sums over ``inner``. A product that was measured by its name has its own
-        rate.
+        """Seconds of a matrix product that sums over ``inner``. A product that was measured by its name, in fp32, has its
+        own rate, as many times that at this precision as large products with weights have.
         """
+        large = self.flops_per_s if name == "linear" else self.attention_flops_per_s
         rate = self.hardware.function_flops_per_s.get(name, 0.0)
-        if not rate:
-            large = self.flops_per_s if name == "linear" else self.attention_flops_per_s
+        if rate:
+            rate *= large / self.hardware.matmul_flops_per_s.get("fp32", large)
+        else:
             rate = large * inner / (inner + self.hardware.matmul_half_size * large / self.usual_flops_per_s)
         cast_s = self.memory_s(moved_bytes) if self.casts and name == "linear" else 0.0
         return max(flops / rate, self.memory_s(moved_bytes)) + cast_s + self.hardware.op_s

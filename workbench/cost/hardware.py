@@ -37,12 +37,14 @@ class Hardware:
         memory_bytes: memory of one rank.
         memory_bandwidth_bytes_per_s: of a large copy, read and written bytes together.
         matmul_flops_per_s: by dtype ("fp32", "bf16", "fp16", "fp8"): the rate of large matrix products.
-        matmul_half_size: inner size at which a product reaches half that rate: ``k / (k + half size)``.
+        matmul_half_size: inner size at which a product in 16 bits, or else in 32, reaches half that rate:
+            ``k / (k + half size)``. At another precision it is as many times larger as the rate.
         op_s: seconds to start a function.
         links: ascending by span; the last one joins all ranks.
         function_bytes_per_s: bytes per second of functions that are slower than a copy, by ``OpCost.name``.
-        function_flops_per_s: operations per second of products by name ("conv2d", "scaled_dot_product_attention"), of
-            any size.
+        function_flops_per_s: operations per second in fp32 of products by name ("conv2d",
+            "scaled_dot_product_attention"), of any size. At another precision they are as many times faster as large
+            products.
         exchanges: (latency, bandwidth) by kind of boxing among all ranks, for kinds that were measured separately.
         alone_speedup: how much faster a rank computes while all others wait. All other rates hold while all ranks work:
             four engines on two cores have half a core each, and a whole one while two of them wait.

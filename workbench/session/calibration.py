@@ -69,6 +69,7 @@ def hardware_from(times: Sequence[RankTimes], name: str | None = None) -> Hardwa
         rates[dtype], half_sizes[dtype], weight_rates[dtype] = fit_products(points)
     if _is_cpu(first):  # it emulates 8 bits by products of 32
         rates["fp8"] = rates["fp32"]
+    usual = rates.get("bf16", rates["fp32"])  # for which a half size holds
     ranks_per_host = [sum(other.host == rank.host for other in times) for rank in times]
     exchanges = [exchange for rank in times for exchange in rank.exchanges]
     copied = mean(rank.copy_bytes_per_s for rank in times)
@@ -80,7 +81,7 @@ def hardware_from(times: Sequence[RankTimes], name: str | None = None) -> Hardwa
         ),
         copied,
         rates,
-        half_sizes["fp32"],
+        half_sizes["fp32"] * usual / rates["fp32"],
         mean(rank.op_s for rank in times),
         _links(exchanges, copied),
         _function_rates(times, _moved_bytes),
