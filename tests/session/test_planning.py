@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 import workbench as wb
@@ -41,3 +42,9 @@ def test_what_is_missing_or_unknown_is_said() -> None:
         wb.planner.plan("gpt2", "a100-80g-selene", 2, 8, zeros=1)
     with pytest.raises(StrategyError, match="'gpt-2' is none of"):
         wb.planner.plan("gpt-2", "a100-80g-selene", 2, 8)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "fp8", torch.float64])
+def test_costs_at_a_dtype_that_is_not_counted_are_refused(dtype: str | torch.dtype) -> None:
+    with pytest.raises(StrategyError, match=rf"dtype={dtype!r}, but costs are counted as 'fp32' \(torch.float32\), "):
+        wb.planner.layer_costs(perceptron, (2, 64), dtype=dtype)

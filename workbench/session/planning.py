@@ -21,6 +21,7 @@ from workbench.planning.published_models import transformer_by_name
 from workbench.planning.search import search
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from workbench.training.batches import Batch
@@ -35,7 +36,7 @@ def layer_costs(
     *,
     loss_fn: Callable[..., Tensor] | None = None,
     targets: Any = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
 ) -> ModelCosts:
     """The costs of a model's layers, counted on metadata: no cluster, no weights.
 
@@ -45,10 +46,13 @@ def layer_costs(
         loss_fn: ``(output, targets) -> scalar``; counted as a layer of its own. None: the model's own loss, or all its
             results.
         targets: the second argument of ``loss_fn``. None: a dict's ``labels``, as for ``wb.forward_backward``.
-        dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``; default: the model's.
+        dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or the dtype of torch; default: the model's.
 
     Returns:
         For each layer the operations, the bytes moved and the bytes kept for backward, for one sample (``ModelCosts``).
+
+    Raises:
+        StrategyError: another dtype, no parameters, or a forward that fails or depends on values.
 
     >>> [layer.name for layer in wb.planner.layer_costs(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), (2, 4)).layers]
     ['0']

@@ -234,7 +234,7 @@ def test_the_module_stays_as_it_is_and_may_lie_on_meta() -> None:
 
 def test_other_numbers_take_other_bytes() -> None:
     costs = layer_costs(Attention, (2, 5, 16), dtype="bf16")
-    assert costs.dtype == "bf16"
+    assert costs.dtype == "bf16" and layer_costs(Attention, (2, 5, 16), dtype=torch.bfloat16) == costs
     assert row(costs, "qkv").own[0].saved_bytes == 5 * 16 * 2
     assert row(costs, "qkv").itemsize == 2
 

@@ -44,7 +44,7 @@ def layer_costs(
     *,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     targets: Any = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
 ) -> ModelCosts:
     """Functions, bytes and shapes of every layer, by a step on fake tensors. It does not change the model.
 
@@ -55,15 +55,17 @@ def layer_costs(
         loss_fn: of output and targets; counted with the last layer. If it reads values (CTC, a boolean mask), only what
             it does before that is counted, with a warning. None: the model's own loss, or all that it returns.
         targets: of the same batch; None: a dict's ``labels``, as for ``wb.forward_backward``.
-        dtype: "fp32", "bf16" or "fp16": counts as if parameters and inputs had it. None: their own.
+        dtype: "fp32", "bf16", "fp16" or the dtype of torch: counts as if parameters and inputs had it. None: their own.
 
     Raises:
-        StrategyError: no parameters, no batch dim, a forward that depends on values, or one that fails by itself.
+        StrategyError: no parameters, no batch dim, another dtype, a forward that depends on values, or one that fails
+            by itself.
 
     >>> costs = layer_costs(nn.Linear(4, 8), torch.zeros(2, 4))
     >>> costs.rows[0].own[0].flops, costs.rows[0].output_shape
     (64.0, (8,))
     """
+    dtype = _known(dtype)
     module = model if isinstance(model, nn.Module) else made_for_shapes(model)
     layers = describe(module)
     if next(module.parameters(), None) is None:
@@ -213,6 +215,18 @@ def _dtype_of(module: nn.Module) -> torch.dtype:
         if parameter.is_floating_point() or parameter.is_complex():
             numbers[parameter.dtype] += parameter.numel()
     return max(numbers, key=numbers.__getitem__, default=torch.float32)
+
+
+def _known(dtype: str | torch.dtype | None) -> str | None:
+    """The name of a dtype as which costs can be counted."""
+    name = _name_of(dtype) if isinstance(dtype, torch.dtype) else dtype
+    if name is not None and name not in DTYPES:
+        known = ", ".join(f"{short!r} ({of_torch})" for short, of_torch in DTYPES.items())
+        raise StrategyError(
+            f"layer_costs: dtype={dtype!r}, but costs are counted as {known}. Give one of these 3, or leave it out for "
+            "the model's own."
+        )
+    return name
 
 
 def _name_of(dtype: torch.dtype) -> str:
