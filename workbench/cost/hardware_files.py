@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,29 +19,6 @@ from workbench.cost.software import ITEMSIZES
 from workbench.errors import HardwareError
 
 _SWITCHES = ("exchanges_on_cores", "fp32_is_tf32")
-_OPTIONAL = (
-    "function_bytes_per_s",
-    "function_flops_per_s",
-    "exchanges",
-    "alone_speedup",
-    "step_s",
-    "weight_bytes_per_s",
-    "one_shot_bytes",
-    *_SWITCHES,
-    "offload_bytes_per_s",
-    "sources",
-)
-_NUMBERS = (
-    "memory_bytes",
-    "memory_bandwidth_bytes_per_s",
-    "matmul_half_size",
-    "op_s",
-    "alone_speedup",
-    "step_s",
-    "weight_bytes_per_s",
-    "one_shot_bytes",
-    "offload_bytes_per_s",
-)
 _RATES = ("matmul_flops_per_s", "function_bytes_per_s", "function_flops_per_s")
 _LINK = ("span", "latency_s", "bandwidth_bytes_per_s", "hop_s")
 _RANGES = {
@@ -120,10 +97,11 @@ def _parse(name: str, text: str) -> Hardware:
 def _problems(data: Mapping[str, Any]) -> list[str]:
     """All mistakes of a file, so that one error lists them all."""
     names = [field.name for field in fields(Hardware)]
-    problems = [f"{name} is missing" for name in names if name not in data and name not in _OPTIONAL]
+    needed = [field.name for field in fields(Hardware) if field.default is field.default_factory is MISSING]
+    problems = [f"{name} is missing" for name in needed if name not in data]
     problems += [f"{name} is no field; fields are {', '.join(names)}" for name in data if name not in names]
-    for name in _NUMBERS:
-        if name in data:
+    for name in _RANGES:
+        if name in data and name not in (*_RATES, *_LINK):
             problems += _out_of_range(name, name, data[name])
     if not isinstance(data.get("name", ""), str):
         problems.append(f"name is {data['name']!r}, not a text")
