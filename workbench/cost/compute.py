@@ -69,8 +69,8 @@ class Rates:
         return cls(hardware, rate, usual if precision == "fp8" else rate, usual, scale, precision == "fp8", fuses)
 
     def product_s(self, flops: float, inner: float, moved_bytes: float, name: str = "linear") -> float:
-        """Seconds of a matrix product that sums over ``inner``. A product that was measured by its name, in fp32, has its
-        own rate, as many times that at this precision as large products with weights have.
+        """Seconds of a matrix product that sums over ``inner``. A product that was measured by its name has its own
+        rate: that in fp32, times the ratio of the rates of large products.
         """
         large = self.flops_per_s if name == "linear" else self.attention_flops_per_s
         rate = self.hardware.function_flops_per_s.get(name, 0.0)
