@@ -13,7 +13,7 @@ import pytest
 
 from tests.planning.brute_force import best_value, every_strategy
 from tests.planning.problems import gelu, linear, machine, norm, random_problem, table
-from workbench.core.model_costs import ModelCosts, find_blocks
+from workbench.core.model_costs import LayerCall, ModelCosts, find_blocks
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import estimate
 from workbench.cost.hardware import Hardware
@@ -151,6 +151,43 @@ def decoder(num_blocks: int = 2) -> ModelCosts:
         rows.append(linear(f"b.{block}.down", 256, 64, 16))
     rows.append(linear("head", 64, 500, 16))
     return ModelCosts(tuple(rows), (16,), "fp32", find_blocks(rows))
+
+
+def called_again(num_calls: int) -> ModelCosts:
+    """Two products that are called several times by turns, and a head."""
+    up, down, head = linear("up", 64, 256, 1, (gelu(256),)), linear("down", 256, 64), linear("head", 64, 50)
+    order = [*[up, down] * num_calls, head]
+    calls = tuple(LayerCall(row, place, place - 1 if place else None) for place, row in enumerate(order))
+    rows = (*(replace(row, own=row.own * num_calls, after=row.after * num_calls) for row in (up, down)), head)
+    return ModelCosts(rows, (64,), calls=calls)
+
+
+def problem_of_calls(num_calls: int, seed: int = 3) -> Problem:
+    """On two ranks."""
+    constraints = Constraints(micro_batches=(1, 2), zero=(0, 1), recompute=False)
+    slow = machine(random.Random(seed), 1e9)
+    return Problem(called_again(num_calls), slow, 2, 8, memory_bytes=1e9, constraints=constraints)
+
+
+def test_what_the_search_adds_up_has_the_boxings_of_every_call() -> None:
+    problem = problem_of_calls(6)
+    pinned = replace(problem.constraints, model=2, layers="up: model:column; down: model:row")
+    plan = solve(replace(problem, constraints=pinned))
+    once = estimate(replace(problem.costs, calls=()), plan.resolved, problem.hardware, problem.batch_size)
+    assert plan.found.estimate.sent.activations > 2 * once.sent.activations
+    assert plan.found.estimate.boxed_bytes == pytest.approx(plan.estimate.boxed_bytes, rel=1e-9)
+    assert plan.found.estimate.step_s == pytest.approx(plan.estimate.step_s, rel=1e-9)
+    assert plan.why_not(plan.strategy).reason == "equal"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_layers_that_are_called_again_equal_brute_force(seed: int) -> None:
+    """The search of large problems is close, too."""
+    problem = problem_of_calls(5, seed)
+    exact, is_exact = run(problem)
+    assert is_exact and exact.best_value == pytest.approx(best_value(problem), rel=1e-9)
+    search_best_first(problem, short := Incumbents(problem))
+    assert short.best_value <= 1.1 * exact.best_value
 
 
 def hardware(memory_bytes: float = 4e6) -> Hardware:

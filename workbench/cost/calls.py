@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ def prices_with_calls(
         return list(prices)
     index_of = {row.layer.name: index for index, row in enumerate(model.rows)}
     followings = [following_of(choices, index) for index in range(len(choices))]
+    times = Counter(call.row.layer.name for call in model.calls)
     found = [replace(price, boxing_forward_s=0.0, boxing_backward_s=0.0, boxing_sums_s=0.0, boxed_bytes=0.0,
                      boxed_forward_bytes=0.0) for price in prices]  # fmt: skip
     boxed: set[tuple[int, str]] = set()
@@ -35,7 +37,7 @@ def prices_with_calls(
             before = before if choices[other].stage == choice.stage else None
         boxed.add(target)
         is_last = index == len(choices) - 1
-        count, price = num_calls(model, call.row), prices[index]
+        count, price = times[call.row.layer.name], prices[index]
         beside = price.own_products_s / count, price.own_products_backward_s / count
         exchanges = boxings(call.row, choice, before, followings[index], setting, boxed_for, is_last, beside)
         (forward_s, forward), (backward_s, backward) = (

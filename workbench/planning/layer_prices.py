@@ -6,6 +6,7 @@ computed once for all strategies.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -15,12 +16,13 @@ from workbench.core.recompute_kinds import KINDS
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.core.weight_splits import share_input
 from workbench.cost.accumulation import accumulation_s
+from workbench.cost.calls import prices_with_calls
 from workbench.cost.hardware import Hardware
 from workbench.cost.layers import LayerPrice, Weights, layer_price, state_bytes
 from workbench.cost.offload import offloads
 from workbench.cost.reduction import optimizer_s, reduction_s
 from workbench.cost.stage_settings import StageSettings, settings_of, splits_backward
-from workbench.cost.stages import StagePrice, block_of_rows, rows_again, stage_prices
+from workbench.cost.stages import StagePrice, rows_again, stage_prices
 from workbench.planning.candidates import Candidate
 from workbench.planning.problem import Choice, Problem
 
@@ -34,10 +36,12 @@ class RowClasses:
 
     def __init__(self, problem: Problem) -> None:
         known: dict[object, int] = {}
+        calls = Counter(call.row.layer.name for call in problem.counted.calls)
+        self.num_calls = [calls[row.layer.name] or 1 for row in problem.rows]
         self.of_row, self.with_before = [], []
         for index, row in enumerate(problem.rows):
             layer = row.layer
-            key = (row.counted, layer.kind, layer.tied_to is None)
+            key = (row.counted, layer.kind, layer.tied_to is None, self.num_calls[index])
             self.of_row.append(known.setdefault(key, len(known)))
             shares = index > 0 and share_input(problem.rows[index - 1].layer, layer)
             goes_on = index > 0 and problem.rows[index - 1].layer.expert == layer.expert
@@ -48,7 +52,6 @@ class RowClasses:
             (row.layer.kind, expert == before)
             for row, expert, before in zip(problem.rows, experts, [None, *experts], strict=False)
         ]
-        self.blocks = block_of_rows(problem.costs)
         self.recomputed, self.are_alone = rows_again(problem.costs)
 
 
@@ -82,6 +85,9 @@ class LayerPrices:
             overlap=overlap,
         )
         self._known: dict[tuple[object, ...], LayerPrice] = {}
+        self._with_calls: dict[tuple[ResolvedLayer, ...], list[LayerPrice]] = {}
+        # under a context, the row of a layer has the exchanges of all its calls of attention
+        self._num_calls = [1 if context > 1 else number for number in classes.num_calls]
 
     def row(self, index: int, before: Choice | None, choice: Choice, following: Choice | None) -> LayerPrice:
         """The price of one layer. A neighbour is None if it is on another stage or does not exist."""
@@ -116,12 +122,23 @@ class LayerPrices:
                 (choices[index + 1] if has_following else None),
             )
             prices.append(self.row(index, before, choices[index], following))
+        prices = self._prices_with_calls(layers, prices, candidate.num_stages)
         setting = with_options(self.setting, candidate)
         settings = [setting] * candidate.num_stages
         if any(splits := [splits_backward(strategy.schedule, stage) for stage in range(candidate.num_stages)]):
             split = replace(setting, splits_backward=True)
             settings = [split if is_split else setting for is_split in splits]
         return stage_prices(self._costs, layers, prices, settings)
+
+    def _prices_with_calls(
+        self, layers: tuple[ResolvedLayer, ...], prices: list[LayerPrice], num_stages: int
+    ) -> list[LayerPrice]:
+        """The prices with the boxings of all calls. Candidates with equal layers share them."""
+        if not self._costs.calls:
+            return prices
+        if layers not in self._with_calls:
+            self._with_calls[layers] = prices_with_calls(self._costs, layers, prices, [self.setting] * num_stages)
+        return self._with_calls[layers]
 
     def is_recomputed(self, index: int) -> bool:
         """Whether ``recompute`` runs the row again, with its block or alone."""
@@ -134,25 +151,36 @@ class LayerPrices:
         return not self._classes.are_alone
 
     def seconds(self, index: int, price: LayerPrice, recompute: str) -> float:
-        """A lower bound of forward and backward of one micro-batch: exchanges may overlap with products."""
+        """Forward and backward of one micro-batch, as if each call of a layer boxed as much as its row.
+
+        Of a layer that is called once it is a lower bound: exchanges may overlap with products.
+        """
+        return self._seconds(index, price, recompute, self._num_calls[index])
+
+    def _seconds(self, index: int, price: LayerPrice, recompute: str, num_boxed: int) -> float:
+        """The same with the boxings of ``num_boxed`` calls."""
         software = self.setting.software
-        seconds = price.forward_s + price.boxing_forward_s + price.input_s + price.weight_s + price.boxing_backward_s
+        seconds = price.forward_s + price.input_s + price.weight_s
         weights = price.weights - price.added_in_place  # a lower bound: in place wherever it may be
         seconds += accumulation_s(weights, self.setting)  # that of two micro-batches
+        boxing_s = price.boxing_forward_s + price.boxing_backward_s
         if software.hides_tensor_parallel != "none":
-            seconds -= price.boxing_backward_s if software.hides_tensor_parallel == "all" else price.boxing_sums_s
+            boxing_s -= price.boxing_backward_s if software.hides_tensor_parallel == "all" else price.boxing_sums_s
         if recompute in KINDS and software.recompute == "full" and self.is_recomputed(index):
-            seconds += price.again_s(recompute) + price.boxing_forward_s
-        return seconds
+            seconds += price.again_s(recompute)
+            boxing_s += price.boxing_forward_s
+        return seconds + num_boxed * boxing_s
 
     def least_seconds(self, choices: Sequence[Choice], recompute: str) -> float:
-        """A lower bound of one micro-batch through all layers, for every cut into stages."""
-        total, last = 0.0, len(choices) - 1
+        """A lower bound of one micro-batch through all layers, for every cut into stages. Without boxings where layers
+        are called several times: a tensor may be boxed once for several calls.
+        """
+        total, last, num_boxed = 0.0, len(choices) - 1, 0 if self._costs.calls else 1
         for index, choice in enumerate(choices):
             befores = {None, choices[index - 1]} if index else {None}
             followings = {None, choices[index + 1]} if index < last else {None}
             total += min(
-                self.seconds(index, self.row(index, before, choice, following), recompute)
+                self._seconds(index, self.row(index, before, choice, following), recompute, num_boxed)
                 for before in befores
                 for following in followings
             )
