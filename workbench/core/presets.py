@@ -12,7 +12,7 @@ from pathlib import Path
 
 from workbench.core.compress_patterns import compress_patterns
 from workbench.core.options import PRESETS, VIRTUAL_SCHEDULES, parse_options
-from workbench.core.rows import Layer, Row, in_order_of_calls
+from workbench.core.rows import Layer, Row, in_order_of_calls, listed_order
 from workbench.core.strategy import Options, Strategy
 from workbench.errors import StrategyError
 
@@ -129,7 +129,8 @@ def preset(name: str, layers: Sequence[Layer], num_ranks: int, options: str = ""
     names = [layer.name for layer in layers]
     if name == "hybrid":
         half = (len(layers) + 1) // 2
-        choices = {layer.name: "data" if i < half else "model" for i, layer in enumerate(layers)}
+        listed = enumerate(listed_order(layers))
+        choices = {layers[at].name: "data" if place < half else "model" for place, at in listed}
         rows = [Row(layer.name, choices[layer.tied_to or layer.name]) for layer in layers]
         base = Options(degrees=(1, 1, num_ranks))
         return Strategy.from_rows(compress_patterns(names, rows), parse_options(options, [], base))

@@ -27,6 +27,8 @@ class Layer:
         frozen: short names of parameters without a gradient, which no optimizer changes.
         block: the number of the block that recomputation runs again with it, below zero outside of blocks, and how many
             blocks the model has; None if unknown.
+        place: its place in the list of its model, which decides about splits and stages that rows do not name; None: its
+            place here.
         experts: number of experts, if its parameters have one row for each, as dim 0, or if it is in one of a list of
             experts; else 0.
         expert: the number of its expert in such a list; None for all experts in one.
@@ -47,6 +49,7 @@ class Layer:
     itemsizes: dict[str, int] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
     block: tuple[int, int] | None = None
+    place: int | None = None
 
     def itemsize_of(self, name: str) -> int:
         """Bytes of an element of a parameter, by its short name."""
@@ -73,6 +76,16 @@ def in_order_of_calls(layers: Sequence[Layer]) -> list[Layer]:
     if any(layer.calls is None for layer in layers):
         return list(layers)
     return sorted(layers, key=lambda layer: layer.calls or (0, 0))
+
+
+def listed_order(layers: Sequence[Layer]) -> list[int]:
+    """The positions of layers in the order in which their model lists them.
+
+    >>> listed_order([Layer("fc1", "Linear", place=1), Layer("fc2", "Linear", place=0)])
+    [1, 0]
+    """
+    places = [here if layer.place is None else layer.place for here, layer in enumerate(layers)]
+    return sorted(range(len(layers)), key=places.__getitem__)
 
 
 def num_blocks(layers: Sequence[Layer]) -> int | None:

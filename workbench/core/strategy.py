@@ -32,7 +32,7 @@ from workbench.core.expert_rows import mistakes_of_experts, number_in_list, over
 from workbench.core.options import PRECISIONS, SCHEDULES, V_SCHEDULES, Options, parse_options
 from workbench.core.recompute_kinds import mistake_of_recompute
 from workbench.core.row_mistakes import mistakes_of_rows
-from workbench.core.rows import Layer, Row, clauses_of, in_order_of_calls, num_blocks, parse_rows, quoted
+from workbench.core.rows import Layer, Row, clauses_of, in_order_of_calls, listed_order, num_blocks, parse_rows, quoted
 from workbench.core.weight_splits import overlaps, split_dim, splits_of, tied_pairs
 from workbench.errors import StrategyError
 
@@ -271,9 +271,10 @@ def _deciding_rows(rows: tuple[Row, ...], names: tuple[str, ...]) -> tuple[Row, 
 
 
 def _stages(strategy: Strategy, layers: Sequence[Layer]) -> list[int]:
-    stages: list[int] = []
-    for row in strategy.rows_of(layers):
-        stages.append(row.stage if row.stage is not None else stages[-1] if stages else 0)
+    rows, stages, stage = strategy.rows_of(layers), [0] * len(layers), 0
+    for at in listed_order(layers):
+        own = rows[at].stage
+        stage = stages[at] = stage if own is None else own
     return stages
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from workbench.core.rows import Layer, Row
+from workbench.core.rows import Layer, Row, listed_order
 
 SPLITTABLE_KINDS = ("Linear", "NonDynamicallyQuantizableLinear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
 TRANSPOSED_KINDS = ("Conv1D",)
@@ -48,7 +48,16 @@ def known_kind(names: Sequence[str]) -> str:
 
 
 def splits_of(layers: Sequence[Layer], rows: Sequence[Row], stages: Sequence[int]) -> list[str | None]:
-    """ "column", "row", "expert" or None (nothing is split) for every layer: as its row says, by name, or paired."""
+    """ "column", "row", "expert" or None (nothing is split) for every layer: as its row says, by name, or paired in the
+    order in which the model lists the layers.
+    """
+    order = listed_order(layers)
+    listed = _splits_of_listed([layers[at] for at in order], [rows[at] for at in order], [stages[at] for at in order])
+    splits = dict(zip(order, listed, strict=True))
+    return [splits[at] for at in range(len(layers))]
+
+
+def _splits_of_listed(layers: Sequence[Layer], rows: Sequence[Row], stages: Sequence[int]) -> list[str | None]:
     splits: list[str | None] = []
     tables = {layer.name for layer in layers if layer.kind == TABLE}
     cut: list[tuple[Layer, str, int]] = []  # the split layers so far: split and stage of each

@@ -80,7 +80,7 @@ def layer_costs(
             stacklevel=3,
         )
     order = counter.order([layer.name for layer in layers])
-    layers = [replace(layer, calls=(order.index(layer.name),) * 2) for layer in layers]
+    layers = [replace(layer, calls=(order.index(layer.name),) * 2, place=at) for at, layer in enumerate(layers)]
     if dtype:
         layers = [replace(layer, itemsize=DTYPES[dtype].itemsize, itemsizes={}) for layer in layers]
     layers = in_order_of_calls(layers)
