@@ -115,6 +115,27 @@ def test_columns_that_become_rows_between_stages():
     assert_same_bytes("perceptron", "0: data@0; 2: model@0; 4: data@1; 6: model@1 | 2x1x2 mb=4 1f1b", 4)
 
 
+WIDE = [
+    ("0: data; 2: data; 4: data@1; 6: data@1 | 1x1+2x1 mb=2", 3),
+    ("0: data; 2: data; 4: data@1; 6: data@1 | 2x1+1x1 mb=2", 3),
+    ("0: model; 2: model; 4: data@1; 6: data@1 | 1x2+2x1", 4),
+    ("0: data; 2: data; 4: model@1; 6: model@1 | 2x1+1x2 mb=4", 4),
+    ("0: data; 2: data; 4: model@1; 6: model@1 | 1x1+2x2 mb=2", 5),
+]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("text", "num_ranks"), WIDE)
+def test_stages_of_unlike_widths_send_what_is_estimated(text, num_ranks):
+    assert_same_bytes("perceptron", text, num_ranks)
+
+
+@pytest.mark.parametrize("widths", ["1x1+2x1+1x1", "2x1+1x1+2x1"])
+def test_residuals_between_stages_of_unlike_widths_are_those_of_the_samples_of_their_readers(widths):
+    text = "a: data; b: data@1; c: data@1; d: data@2; head: data@2"
+    assert_same_bytes("skips", f"{text} | {widths} mb=2", 4 if widths.startswith("1") else 5)
+
+
 IN_TWO = "blocks.1: {kind}@1; norm: {kind}@1; head: {kind}@1"
 STRATEGIES = [
     ("gpt", 2, "*: data"),

@@ -140,6 +140,14 @@ def test_stages_wait_for_each_other() -> None:
     assert found.memory[0]["activations"] == 2 * found.memory[1]["activations"]
 
 
+@pytest.mark.parametrize(("widths", "samples"), [("1x1+2x1", (32, 16)), ("2x1+1x1", (16, 32)), ("2x1+2x1", (16, 16))])
+def test_a_transfer_takes_as_long_as_at_its_busier_end(widths: str, samples: tuple[int, int]) -> None:
+    found = predict(f"fc[0-1]: data@0; fc[2-3]: data@1 | {widths}", sum(int(width[0]) for width in widths.split("+")))
+    hop_s = 4 * WIDTH * max(samples) / 1e4
+    makespan = found.compute_s + found.boxing_s + found.bubble_s
+    assert makespan == pytest.approx(2 * hop_s + 3 * 2 * sum(map(product_s, samples)), rel=1e-3)
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_zero_divides_one_kind_after_the_other(zero: int) -> None:
     kinds = predict(f"data | zero={zero}", 4).memory[0]

@@ -138,7 +138,7 @@ def combine(
     """A step from the prices of its stages: schedule, gradient reduction, optimizer, and memory at the peak."""
     m, hardware, slices = strategy.num_micro_batches, settings[0].hardware, strategy.stages_by_slice()
     stages = _with_statistics(stages, statistics_of(model, strategy, settings))
-    hop_s, hop_bytes = _hops(model, strategy, settings)
+    hop_s, hop_bytes = _hops(model, strategy, settings, batch_size)
     wait_s = 0.0 if settings[0].software.hides_sends else hop_s
     hop_s -= wait_s
     times = [s.forward_s + wait_s for s in stages], [s.input_s + wait_s for s in stages], [s.weight_s for s in stages]
@@ -160,8 +160,8 @@ def combine(
     update += hardware.step_s
     step = makespan + gradient + update
     alive, postponed = live_micro_batches(strategy), postponed_micro_batches(strategy)
-    boxed = sum(m * s.boxed_bytes * t.data * t.model for s, t in zip(stages, settings, strict=True)) + hop_bytes
-    boxed *= batch_size / (m * settings[0].data * settings[0].samples)  # shares of a rank may be uneven
+    received = (m * s.boxed_bytes * _on_all_ranks(t, batch_size) for s, t in zip(stages, settings, strict=True))
+    boxed = sum(received) + hop_bytes
     reduced = sum(sum(reduced_bytes(s, t)) * t.data * t.model for s, t in zip(stages, settings, strict=True))
     return Estimate(
         step,
@@ -206,7 +206,14 @@ def _boxing_shares(stage: StagePrice, wait_s: float) -> tuple[float, float]:
     )
 
 
-def _hops(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings]) -> tuple[float, float]:
+def _on_all_ranks(setting: StageSettings, batch_size: int) -> float:
+    """How many times the fullest rank of a stage has what all its ranks have: shares of samples may be uneven."""
+    return setting.model * batch_size / (setting.num_micro_batches * setting.samples)
+
+
+def _hops(
+    model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings], batch_size: int
+) -> tuple[float, float]:
     """(seconds of the slowest transfer between two stages, bytes of all transfers in a step, both directions)."""
     slowest = total = 0.0
     layers = strategy.layers
@@ -214,38 +221,42 @@ def _hops(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Stag
         stage, before = layers[index].stage, layers[index - 1].stage
         if stage == before:
             continue
-        setting, row = settings[before], model.rows[index - 1]
-        whole = passed_bytes(row, setting)
+        setting, reader, row = settings[before], settings[stage], model.rows[index - 1]
+        whole = passed_bytes(row, reader)
         dims = num_dims(row)
         left = boxed_output_entry(layers[index - 1], None, dims, setting.sequence)
         taken = input_entry(layers[index], dims, setting.sequence)
-        parts = 1 if taken == "B" else settings[stage].model
-        stride = setting.data * setting.model
+        parts = 1 if taken == "B" else reader.model
         if setting.software.scatters_between_stages and left != "sequence":
-            seconds = exchange_s(setting.hardware, whole / setting.model, 2, stride)
+            seconds = exchange_s(setting.hardware, whole / setting.model, 2, setting.data * setting.model)
             seconds += exchange_s(setting.hardware, whole * (1 - 1 / setting.model), setting.model)
         else:
-            seconds = exchange_s(setting.hardware, whole / parts, 2, stride, "send")
+            seconds = _sent_s(whole / parts, setting, reader)
         part = whole / parts
         if strategy.slice_of(stage) == strategy.slice_of(before):  # the same ranks, which keep what they hold
             part, seconds = 0.0 if left in ("B", taken) else part * (1 - 1 / setting.model), 0.0
         slowest = max(slowest, seconds)
         # backward, what came in as B goes back as terms of a sum
         ways = 1 + (row.has_gradients[1] or model.rows[index].has_gradients[0])
-        total += ways * part * settings[stage].data * settings[stage].model * strategy.num_micro_batches
+        total += ways * part * strategy.num_micro_batches * _on_all_ranks(reader, batch_size)
     for source, target, size, ways in _beside(model, strategy, settings):
-        setting = settings[source]
-        slowest = max(slowest, exchange_s(setting.hardware, size, 2, setting.data * setting.model, "send"))
-        total += ways * size * settings[target].data * settings[target].model * strategy.num_micro_batches
+        slowest = max(slowest, _sent_s(size, settings[source], settings[target]))
+        total += ways * size * strategy.num_micro_batches * _on_all_ranks(settings[target], batch_size)
     return slowest, total
+
+
+def _sent_s(num_bytes: float, sender: StageSettings, reader: StageSettings) -> float:
+    """Seconds of a transfer of which each rank of the reading stage takes ``num_bytes``, at its busier end."""
+    senders, readers = sender.data * sender.model, reader.data * reader.model
+    return exchange_s(sender.hardware, num_bytes * max(1.0, readers / senders), 2, senders, "send")
 
 
 def _beside(
     model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings]
 ) -> Iterator[tuple[int, int, float, int]]:
     """Transfers between stages other than from a layer to the next, such as a residual:
-    (stage that makes it, stage that reads it, bytes on one rank of a micro-batch, 2 with its gradient and else 1).
-    A stage receives each tensor once.
+    (stage that makes it, stage that reads it, bytes of a micro-batch on a rank that reads it, 2 with its gradient and
+    else 1). A stage receives each tensor once.
     """
     stages = [layer.stage for layer in strategy.layers]
     for index, row in enumerate(model.rows):
@@ -261,7 +272,7 @@ def _beside(
                 if target in (source, *handed) or strategy.slice_of(target) == strategy.slice_of(source):
                     continue
                 is_split = reader.parallel == "data" or settings[target].sequence
-                size = skip.size_bytes * settings[source].samples * settings[source].scale
+                size = skip.size_bytes * settings[target].samples * settings[target].scale
                 yield source, target, size / (settings[target].model if is_split else 1), 1 + skip.has_gradient
 
 
