@@ -62,6 +62,18 @@ class Translator(torch.nn.Module):
         return self.head(self.decoder(words, self.encoder(words)))
 
 
+class TiedHead(torch.nn.Module):
+    """A table that is the head, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.fc, self.head = torch.nn.Embedding(48, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 48)
+        self.head.weight = self.words.weight
+
+    def forward(self, words):
+        return self.head(torch.tanh(self.fc(self.words(words))))
+
+
 FLOAT8 = replace(RING, matmul_flops_per_s={**RING.matmul_flops_per_s, "fp8": 1e12})
 WORDS = torch.arange(160).view(16, 10) % 48
 MODELS = {
@@ -69,6 +81,7 @@ MODELS = {
     "gpt": (lambda: GPT(128, 2, 48, 10), WORDS, WORDS, next_word_loss),
     "translator": (Translator, WORDS, WORDS, next_word_loss),
     "a word": (Translator, WORDS[:, :2], WORDS[:, :2], next_word_loss),
+    "tied": (TiedHead, WORDS, WORDS, next_word_loss),
     "skips": (Skips, torch.ones(16, 12), torch.arange(16) % 6, F.cross_entropy),
     "cnn": (CNN, torch.ones(16, 1, 8, 8), torch.arange(16) % 10, F.cross_entropy),
 }
@@ -113,6 +126,18 @@ def test_chains_of_layers_under_autocast_send_what_is_estimated(seed, num_ranks)
 
 def test_columns_that_become_rows_between_stages():
     assert_same_bytes("perceptron", "0: data@0; 2: model@0; 4: data@1; 6: model@1 | 2x1x2 mb=4 1f1b", 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_ranks"),
+    [
+        ("*: data; head: data@1 | 2x1x1 mb=4", 2),
+        ("*: data; head: data@1 | 2x2x1 mb=2 bf16", 4),
+        ("words: model:row; fc: data; head: model:column@1 | 2x1x2 mb=2", 4),
+    ],
+)
+def test_a_weight_of_another_stage_is_sent_for_each_micro_batch_and_its_gradient_back(text, num_ranks):
+    assert_same_bytes("tied", text, num_ranks)
 
 
 WIDE = [

@@ -148,6 +148,21 @@ def test_a_transfer_takes_as_long_as_at_its_busier_end(widths: str, samples: tup
     assert makespan == pytest.approx(2 * hop_s + 3 * 2 * sum(map(product_s, samples)), rel=1e-3)
 
 
+def test_a_weight_of_another_stage_is_sent_for_each_micro_batch_and_kept_for_its_backward() -> None:
+    plain = mlp(2)
+    head = replace(plain.rows[1], layer=replace(plain.rows[1].layer, tied_to="fc0"))
+    found = {}
+    for name, model in (("plain", plain), ("tied", replace(plain, rows=(plain.rows[0], head)))):
+        resolved = Strategy("fc0: data@0; fc1: data@1 | 2x1x1 mb=4").resolve(model.layers, 2)
+        found[name] = estimate(model, resolved, MACHINE, 32, software=replace(WORKBENCH, keeps_gradients=True))
+    whole = 4 * WIDTH * WIDTH
+    assert found["tied"].sent.activations - found["plain"].sent.activations == pytest.approx(4 * 2 * whole)
+    assert found["tied"].boxing_s == pytest.approx(4 * 2 * whole / 1e4)
+    assert found["tied"].gradient_s == 0
+    kept = [found[name].memory[1]["activations"] for name in ("plain", "tied")]
+    assert kept[1] - kept[0] >= whole
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_zero_divides_one_kind_after_the_other(zero: int) -> None:
     kinds = predict(f"data | zero={zero}", 4).memory[0]

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from workbench.core.layer_layouts import boxed_output_entry, input_entry
 from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import ResolvedStrategy
-from workbench.cost.boxings import num_dims, passed_bytes
+from workbench.cost.between_stages import hops_of, on_all_ranks, prices_with_ties, tied_s
 from workbench.cost.calls import prices_with_calls
-from workbench.cost.collectives import exchange_s
 from workbench.cost.hardware import Hardware
 from workbench.cost.memory import live_micro_batches, memory_of, postponed_micro_batches
 from workbench.cost.reduction import optimizer_s, reduced_bytes, reduction_s, statistics_of
 from workbench.cost.schedule import makespan_s, timeline_of
 from workbench.cost.software import WORKBENCH, Software
-from workbench.cost.stage_settings import StageSettings, counted_at, settings_of, weights_in
+from workbench.cost.stage_settings import StageSettings, counted_at, settings_of
 from workbench.cost.stages import StagePrice, prices_of, stage_prices
 from workbench.pipeline.simulate import Timeline
 
@@ -123,6 +121,7 @@ def estimate(
     settings = settings_of(model, strategy, hardware, batch_size, optimizer, software)
     prices = prices_of(model.rows, strategy.layers, settings)
     prices = prices_with_calls(model, strategy.layers, prices, settings)
+    prices = prices_with_ties(model, strategy, prices, settings)
     stages = stage_prices(model, strategy.layers, prices, settings)
     return combine(model, strategy, stages, settings, batch_size, with_timeline)
 
@@ -138,7 +137,7 @@ def combine(
     """A step from the prices of its stages: schedule, gradient reduction, optimizer, and memory at the peak."""
     m, hardware, slices = strategy.num_micro_batches, settings[0].hardware, strategy.stages_by_slice()
     stages = _with_statistics(stages, statistics_of(model, strategy, settings))
-    hop_s, hop_bytes = _hops(model, strategy, settings, batch_size)
+    hop_s, hop_bytes = hops_of(model, strategy, settings, batch_size)
     wait_s = 0.0 if settings[0].software.hides_sends else hop_s
     hop_s -= wait_s
     times = [s.forward_s + wait_s for s in stages], [s.input_s + wait_s for s in stages], [s.weight_s for s in stages]
@@ -152,7 +151,7 @@ def combine(
     idle = makespan - compute_s - boxing_s
     bubble = idle if idle > _ROUNDING * makespan else 0.0
     gradient = max(reduction_s([stages[s] for s in mine], settings[mine[0]]) for mine in slices)
-    gradient += _tied_s(model, strategy, settings)
+    gradient += tied_s(model, strategy, settings)
     update = max(
         optimizer_s(sum(stages[s].weights for s in mine), settings[mine[0]], sum(stages[s].apart for s in mine))
         for mine in slices
@@ -160,7 +159,7 @@ def combine(
     update += hardware.step_s
     step = makespan + gradient + update
     alive, postponed = live_micro_batches(strategy), postponed_micro_batches(strategy)
-    received = (m * s.boxed_bytes * _on_all_ranks(t, batch_size) for s, t in zip(stages, settings, strict=True))
+    received = (m * s.boxed_bytes * on_all_ranks(t, batch_size) for s, t in zip(stages, settings, strict=True))
     boxed = sum(received) + hop_bytes
     reduced = sum(sum(reduced_bytes(s, t)) * t.data * t.model for s, t in zip(stages, settings, strict=True))
     return Estimate(
@@ -204,92 +203,3 @@ def _boxing_shares(stage: StagePrice, wait_s: float) -> tuple[float, float]:
         (stage.boxing_forward_s + wait_s) / forward if forward else 0.0,
         (boxing_back + wait_s) / backward if backward else 0.0,
     )
-
-
-def _on_all_ranks(setting: StageSettings, batch_size: int) -> float:
-    """How many times the fullest rank of a stage has what all its ranks have: shares of samples may be uneven."""
-    return setting.model * batch_size / (setting.num_micro_batches * setting.samples)
-
-
-def _hops(
-    model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings], batch_size: int
-) -> tuple[float, float]:
-    """(seconds of the slowest transfer between two stages, bytes of all transfers in a step, both directions)."""
-    slowest = total = 0.0
-    layers = strategy.layers
-    for index in range(1, len(layers)):
-        stage, before = layers[index].stage, layers[index - 1].stage
-        if stage == before:
-            continue
-        setting, reader, row = settings[before], settings[stage], model.rows[index - 1]
-        whole = passed_bytes(row, reader)
-        dims = num_dims(row)
-        left = boxed_output_entry(layers[index - 1], None, dims, setting.sequence)
-        taken = input_entry(layers[index], dims, setting.sequence)
-        parts = 1 if taken == "B" else reader.model
-        if setting.software.scatters_between_stages and left != "sequence":
-            seconds = exchange_s(setting.hardware, whole / setting.model, 2, setting.data * setting.model)
-            seconds += exchange_s(setting.hardware, whole * (1 - 1 / setting.model), setting.model)
-        else:
-            seconds = _sent_s(whole / parts, setting, reader)
-        part = whole / parts
-        if strategy.slice_of(stage) == strategy.slice_of(before):  # the same ranks, which keep what they hold
-            part, seconds = 0.0 if left in ("B", taken) else part * (1 - 1 / setting.model), 0.0
-        slowest = max(slowest, seconds)
-        # backward, what came in as B goes back as terms of a sum
-        ways = 1 + (row.has_gradients[1] or model.rows[index].has_gradients[0])
-        total += ways * part * strategy.num_micro_batches * _on_all_ranks(reader, batch_size)
-    for source, target, size, ways in _beside(model, strategy, settings):
-        slowest = max(slowest, _sent_s(size, settings[source], settings[target]))
-        total += ways * size * strategy.num_micro_batches * _on_all_ranks(settings[target], batch_size)
-    return slowest, total
-
-
-def _sent_s(num_bytes: float, sender: StageSettings, reader: StageSettings) -> float:
-    """Seconds of a transfer of which each rank of the reading stage takes ``num_bytes``, at its busier end."""
-    senders, readers = sender.data * sender.model, reader.data * reader.model
-    return exchange_s(sender.hardware, num_bytes * max(1.0, readers / senders), 2, senders, "send")
-
-
-def _beside(
-    model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings]
-) -> Iterator[tuple[int, int, float, int]]:
-    """Transfers between stages other than from a layer to the next, such as a residual:
-    (stage that makes it, stage that reads it, bytes of a micro-batch on a rank that reads it, 2 with its gradient and
-    else 1). A stage receives each tensor once.
-    """
-    stages = [layer.stage for layer in strategy.layers]
-    for index, row in enumerate(model.rows):
-        source = stages[index]
-        for skip in row.skip_connections:
-            handed = {
-                stages[index + place]
-                for place in skip.as_input
-                if place > 0 and stages[index + place] != stages[index + place - 1]
-            }
-            readers = {stages[index + place]: strategy.layers[index + place] for place in skip.readers}
-            for target, reader in readers.items():
-                if target in (source, *handed) or strategy.slice_of(target) == strategy.slice_of(source):
-                    continue
-                is_split = reader.parallel == "data" or settings[target].sequence
-                size = skip.size_bytes * settings[target].samples * settings[target].scale
-                yield source, target, size / (settings[target].model if is_split else 1), 1 + skip.has_gradient
-
-
-def _tied_s(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings]) -> float:
-    """Seconds of the reduction of gradients that two stages share; it runs last."""
-    stage_of = {layer.name: layer.stage for layer in strategy.layers}
-    seconds = 0.0
-    for row in model.rows:
-        first = stage_of.get(row.layer.tied_to or "")
-        stage = stage_of[row.layer.name]
-        if first is None or first == stage:
-            continue
-        setting = settings[stage]
-        trained = [name for name in row.layer.shapes if name not in row.layer.frozen]
-        weight = max((weights_in(row.layer, name, setting.software) for name in trained), default=0) / setting.model
-        size = weight * setting.software.gradient_bytes(setting.precision)
-        if not trained:
-            continue
-        seconds += exchange_s(setting.hardware, size, 2, setting.data * setting.model)
-    return seconds

@@ -16,6 +16,7 @@ from workbench.core.recompute_kinds import KINDS
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.core.weight_splits import share_input
 from workbench.cost.accumulation import accumulation_s
+from workbench.cost.between_stages import prices_with_ties
 from workbench.cost.calls import prices_with_calls
 from workbench.cost.hardware import Hardware
 from workbench.cost.layers import LayerPrice, Weights, layer_price, state_bytes
@@ -128,6 +129,7 @@ class LayerPrices:
         if any(splits := [splits_backward(strategy.schedule, stage) for stage in range(candidate.num_stages)]):
             split = replace(setting, splits_backward=True)
             settings = [split if is_split else setting for is_split in splits]
+        prices = prices_with_ties(self._costs, strategy, prices, settings)
         return stage_prices(self._costs, layers, prices, settings)
 
     def _prices_with_calls(

@@ -1,0 +1,139 @@
+"""Transfers between stages: of activations with their gradients, and of weights that layers of several stages share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from workbench.core.layer_layouts import boxed_output_entry, input_entry
+from workbench.core.model_costs import ModelCosts
+from workbench.core.strategy import ResolvedStrategy
+from workbench.core.weight_splits import TABLE, tied_pairs
+from workbench.cost.boxings import num_dims, passed_bytes
+from workbench.cost.calls import num_calls
+from workbench.cost.collectives import exchange_s
+from workbench.cost.layers import LayerPrice
+from workbench.cost.stage_settings import StageSettings, weights_in
+
+
+def on_all_ranks(setting: StageSettings, batch_size: int) -> float:
+    """How many times the fullest rank of a stage has what all its ranks have: shares of samples may be uneven."""
+    return setting.model * batch_size / (setting.num_micro_batches * setting.samples)
+
+
+def hops_of(
+    model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings], batch_size: int
+) -> tuple[float, float]:
+    """(seconds of the slowest transfer between two stages, bytes of all transfers in a step, both directions)."""
+    slowest = total = 0.0
+    layers = strategy.layers
+    for index in range(1, len(layers)):
+        stage, before = layers[index].stage, layers[index - 1].stage
+        if stage == before:
+            continue
+        setting, reader, row = settings[before], settings[stage], model.rows[index - 1]
+        whole = passed_bytes(row, reader)
+        dims = num_dims(row)
+        left = boxed_output_entry(layers[index - 1], None, dims, setting.sequence)
+        taken = input_entry(layers[index], dims, setting.sequence)
+        parts = 1 if taken == "B" else reader.model
+        if setting.software.scatters_between_stages and left != "sequence":
+            seconds = exchange_s(setting.hardware, whole / setting.model, 2, setting.data * setting.model)
+            seconds += exchange_s(setting.hardware, whole * (1 - 1 / setting.model), setting.model)
+        else:
+            seconds = _sent_s(whole / parts, setting, reader)
+        part = whole / parts
+        if strategy.slice_of(stage) == strategy.slice_of(before):  # the same ranks, which keep what they hold
+            part, seconds = 0.0 if left in ("B", taken) else part * (1 - 1 / setting.model), 0.0
+        slowest = max(slowest, seconds)
+        # backward, what came in as B goes back as terms of a sum
+        ways = 1 + (row.has_gradients[1] or model.rows[index].has_gradients[0])
+        total += ways * part * strategy.num_micro_batches * on_all_ranks(reader, batch_size)
+    for source, target, size, ways in _beside(model, strategy, settings):
+        slowest = max(slowest, _sent_s(size, settings[source], settings[target]))
+        total += ways * size * strategy.num_micro_batches * on_all_ranks(settings[target], batch_size)
+    return slowest, total
+
+
+def _sent_s(num_bytes: float, sender: StageSettings, reader: StageSettings) -> float:
+    """Seconds of a transfer of which each rank of the reading stage takes ``num_bytes``, at its busier end."""
+    senders, readers = sender.data * sender.model, reader.data * reader.model
+    return exchange_s(sender.hardware, num_bytes * max(1.0, readers / senders), 2, senders, "send")
+
+
+def _beside(
+    model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings]
+) -> Iterator[tuple[int, int, float, int]]:
+    """Transfers between stages other than from a layer to the next, such as a residual:
+    (stage that makes it, stage that reads it, bytes of a micro-batch on a rank that reads it, 2 with its gradient and
+    else 1). A stage receives each tensor once.
+    """
+    stages = [layer.stage for layer in strategy.layers]
+    for index, row in enumerate(model.rows):
+        source = stages[index]
+        for skip in row.skip_connections:
+            handed = {
+                stages[index + place]
+                for place in skip.as_input
+                if place > 0 and stages[index + place] != stages[index + place - 1]
+            }
+            readers = {stages[index + place]: strategy.layers[index + place] for place in skip.readers}
+            for target, reader in readers.items():
+                if target in (source, *handed) or strategy.slice_of(target) == strategy.slice_of(source):
+                    continue
+                is_split = reader.parallel == "data" or settings[target].sequence
+                size = skip.size_bytes * settings[target].samples * settings[target].scale
+                yield source, target, size / (settings[target].model if is_split else 1), 1 + skip.has_gradient
+
+
+def prices_with_ties(
+    model: ModelCosts, strategy: ResolvedStrategy, prices: Sequence[LayerPrice], settings: Sequence[StageSettings]
+) -> list[LayerPrice]:
+    """The prices of layers with the transfers of weights that an earlier stage holds: a layer gets the weight for each
+    call, and its backward sends the gradient.
+    """
+    found, software = list(prices), settings[0].software
+    if software.copies_tied or strategy.num_stages == 1:
+        return found
+    for pair in tied_pairs(model.layers):
+        owner, user = sorted(pair, key=lambda index: strategy.layers[index].stage)
+        source, stage = strategy.layers[owner].stage, strategy.layers[user].stage
+        row, price, setting = model.rows[user], found[user], settings[stage]
+        if strategy.slice_of(source) == strategy.slice_of(stage) or "weight" not in row.layer.shapes:
+            continue
+        weights = weights_in(row.layer, "weight", software) / (setting.model if strategy.layers[user].split else 1)
+        sent = weights * software.parameter_bytes(setting.precision)
+        back = weights * software.gradient_bytes(setting.precision) * ("weight" not in row.layer.frozen)
+        keeps = row.has_gradients[0] and row.layer.kind != TABLE and not price.cast  # backward multiplies with it
+        times = num_calls(model, row)
+        found[user] = replace(
+            price,
+            boxing_forward_s=price.boxing_forward_s + times * _sent_s(sent, settings[source], setting),
+            boxing_backward_s=price.boxing_backward_s + times * _sent_s(back, settings[source], setting),
+            boxed_bytes=price.boxed_bytes + times * (sent + back),
+            boxed_forward_bytes=price.boxed_forward_bytes + times * sent,
+            kept_bytes=price.kept_bytes + times * sent * keeps,
+            passing_bytes=price.passing_bytes + back,
+        )
+    return found
+
+
+def tied_s(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings]) -> float:
+    """Seconds of the sums of gradients of a weight that two stages have copies of; they run last."""
+    if not settings[0].software.copies_tied:
+        return 0.0
+    stage_of = {layer.name: layer.stage for layer in strategy.layers}
+    seconds = 0.0
+    for row in model.rows:
+        first = stage_of.get(row.layer.tied_to or "")
+        stage = stage_of[row.layer.name]
+        if first is None or first == stage:
+            continue
+        setting = settings[stage]
+        trained = [name for name in row.layer.shapes if name not in row.layer.frozen]
+        weight = max((weights_in(row.layer, name, setting.software) for name in trained), default=0) / setting.model
+        size = weight * setting.software.gradient_bytes(setting.precision)
+        if not trained:
+            continue
+        seconds += exchange_s(setting.hardware, size, 2, setting.data * setting.model)
+    return seconds
