@@ -102,6 +102,15 @@ def test_explain_lists_every_choice_with_its_seconds() -> None:
     assert len(explanation.table) == len(explanation.alternatives)
 
 
+def test_explain_gives_each_kind_of_layer_its_own_choices() -> None:
+    found = search(decoder(), hardware(), 4, 4, constraints=Constraints(model=4))
+    others = found.explain("b.1").alternatives[1:]
+    by_layers = {one.layers: {other.choice for other in others if other.layers == one.layers} for one in others}
+    assert by_layers.keys() == {("b.1.norm",), ("b.1.up", "b.1.down")}
+    assert by_layers["b.1.norm",] < {"data", "model"}
+    assert by_layers["b.1.up", "b.1.down"] <= {"data", "model:column", "model:row"}
+
+
 def test_explain_says_why_a_choice_is_not_there() -> None:
     found = plan().again(model=1, pipeline=1)
     assert "model axis has 1 rank" in str(found.explain("head"))

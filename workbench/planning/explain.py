@@ -74,7 +74,7 @@ class Explanation:
         chosen = self.alternatives[0].estimate
         lines = [self.layer]
         for one in self.alternatives:
-            where = one.layers[0] if len(one.layers) == 1 else f"{len(one.layers)} layers like it"
+            where = one.layers[0] if len(one.layers) == 1 else f"{len(one.layers)} layers like {one.layers[0]}"
             mark = "*" if one.is_chosen else " "
             if one.estimate is None or chosen is None:
                 lines.append(f" {mark} {one.choice:13} {where}: {one.note}")
@@ -91,6 +91,7 @@ class Explanation:
 
 def explain(problem: Problem, best: PricedStrategy, layer: str) -> Explanation:
     """The choices of the layers that ``layer`` (a name or a pattern) matches: of them alone, and in all equal blocks.
+    Layers with other choices, such as norms beside linear layers, change apart.
 
     Raises:
         StrategyError: nothing matches.
@@ -104,11 +105,14 @@ def explain(problem: Problem, best: PricedStrategy, layer: str) -> Explanation:
     if len(matched) == 1 and len(alike := _alike(names, matched[0])) > 1:
         sets.append(alike)
     found = [_priced(problem, best, chosen, matched[:1], chosen[matched[0]], is_chosen=True)]
+    _, data, model = best.strategy.degrees
     for indices in sets:
-        _, data, model = best.strategy.degrees
-        options = problem.choices(indices[0], max(2, model), data)
-        other = [choice for choice in options if any(chosen[index] != choice for index in indices)]
-        found += [_priced(problem, best, chosen, indices, choice) for choice in other]
+        with_options: dict[tuple[Choice, ...], list[int]] = {}
+        for index in indices:
+            with_options.setdefault(tuple(problem.choices(index, max(2, model), data)), []).append(index)
+        for options, same in with_options.items():
+            other = [choice for choice in options if any(chosen[index] != choice for index in same)]
+            found += [_priced(problem, best, chosen, same, choice) for choice in other]
     rest = sorted(found[1:], key=lambda one: one.estimate.step_s if one.estimate else float("inf"))
     return Explanation(layer, (found[0], *rest))
 

@@ -314,7 +314,7 @@ def _layer(priced: PricedPlan, layer: str) -> str:
 
 
 def _alternative(one: Alternative, chosen: Estimate | None) -> str:
-    where = one.layers[0] if len(one.layers) == 1 else f"all {len(one.layers)} like it"
+    where = one.layers[0] if len(one.layers) == 1 else f"all {len(one.layers)} like {one.layers[0]}"
     name = element("td", element("code", text=one.choice), element("small", text=where))
     css = "chosen" if one.is_chosen else ""
     if one.estimate is None or chosen is None:
