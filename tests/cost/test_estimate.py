@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -161,6 +162,17 @@ def test_a_weight_of_another_stage_is_sent_for_each_micro_batch_and_kept_for_its
     assert found["tied"].gradient_s == 0
     kept = [found[name].memory[1]["activations"] for name in ("plain", "tied")]
     assert kept[1] - kept[0] >= whole
+
+
+def test_the_timeline_of_ranks_that_share_cores_is_as_long_as_its_parts() -> None:
+    model, shared = mlp(4), replace(MACHINE, alone_speedup=2.0)
+    resolved = Strategy("fc[0-1]: data@0; fc[2-3]: data@1 | 2x1x1 mb=4 1f1b").resolve(model.layers, 2)
+    found = estimate(model, resolved, shared, 32, with_timeline=True)
+    assert found.timeline is not None
+    assert found.timeline.makespan_s == pytest.approx(found.compute_s + found.boxing_s + found.bubble_s)
+    assert found.timeline.makespan_s < predict("fc[0-1]: data@0; fc[2-3]: data@1 | 2x1x1 mb=4 1f1b", 2).step_s
+    for spans in found.timeline.spans:
+        assert len(spans) == 8 and all(one.stop_s <= two.start_s + 1e-9 for one, two in pairwise(spans))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

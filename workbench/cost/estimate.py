@@ -172,7 +172,7 @@ def combine(
         memory_of(stages, alive, postponed, m, slices),
         SentBytes(boxed, reduced),
         batch_size / step if step else 0.0,
-        timeline_of(strategy, *times, hop_s) if with_timeline else None,
+        timeline_of(strategy, *times, hop_s, hardware.alone_speedup) if with_timeline else None,
         tuple(_boxing_shares(stage, wait_s) for stage in stages),
         model.training_flops,
         max(sum(stages[s].offloaded + alive[s] * stages[s].leaving for s in mine) for mine in slices),

@@ -15,7 +15,7 @@ from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.table_makespan import table_makespan_s
 from workbench.pipeline.check import dependencies
 from workbench.pipeline.schedules import Action, Table, make_table
-from workbench.pipeline.simulate import Duration, Timeline, simulate
+from workbench.pipeline.simulate import Duration, Span, Timeline, simulate
 
 _NEVER = -1.0e300
 
@@ -54,7 +54,8 @@ def makespan_s(
         return float(num_micro_batches * (f + i + w).sum())
     if alone_speedup > 1:
         table = make_table(schedule, len(f), num_micro_batches, num_ranks)
-        return _shared_cores_s(alone_speedup, table, len(f), _duration(forward_s, input_s, weight_s), transfer_s)
+        durations = _duration(forward_s, input_s, weight_s)
+        return _on_shared_cores(alone_speedup, table, len(f), durations, transfer_s).makespan_s
     if schedule == "gpipe":
         return _all_forwards_first(f, i + w, num_micro_batches, transfer_s)
     if schedule == "zero_bubble":
@@ -72,23 +73,29 @@ def timeline_of(
     input_s: Sequence[float],
     weight_s: Sequence[float],
     transfer_s: float = 0.0,
+    alone_speedup: float = 1.0,
 ) -> Timeline:
-    """The timeline action by action, for pictures. It takes about 10 us per action."""
+    """The timeline action by action, for pictures; as long as ``makespan_s``. It takes about 10 us per action."""
     table = make_table(strategy.schedule, strategy.num_stages, strategy.num_micro_batches, strategy.degrees[0])
-    return simulate(table, strategy.num_stages, _duration(forward_s, input_s, weight_s), transfer_s)
+    durations = _duration(forward_s, input_s, weight_s)
+    if alone_speedup > 1 and len(table) > 1:
+        return _on_shared_cores(alone_speedup, table, strategy.num_stages, durations, transfer_s)
+    return simulate(table, strategy.num_stages, durations, transfer_s)
 
 
-def _shared_cores_s(
+def _on_shared_cores(
     alone_speedup: float, table: Table, num_stages: int, duration: Duration, transfer_s: float
-) -> float:
-    """Seconds if ranks share cores: a waiting rank leaves its share to the others. It takes some 10 us per action and
-    rank.
+) -> Timeline:
+    """The timeline if ranks share cores: a waiting rank leaves its share to the others. It takes some 10 us per action
+    and rank.
     """
     num_ranks = len(table)
     listed = {action for actions in table for action in actions}
     arrives: dict[Action, float] = {}  # at other ranks
     rank_of = {action: rank for rank, actions in enumerate(table) for action in actions}
     left = [[duration(action) for action in actions] for actions in table]
+    begins: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in table]
     place, now = [0] * num_ranks, 0.0
     while any(place[rank] < len(table[rank]) for rank in range(num_ranks)):
         active: list[tuple[int, float]] = []
@@ -104,12 +111,15 @@ def _shared_cores_s(
         ends = [now + left[rank][place[rank]] / speed for rank, _ in active]
         soonest = min([*ends, *(start for _, start in later)])
         for (rank, _), end in zip(active, ends, strict=True):
+            action = table[rank][place[rank]]
+            begins.setdefault(action, now)
             left[rank][place[rank]] -= (soonest - now) * speed
             if end == soonest:
-                arrives[table[rank][place[rank]]] = soonest + transfer_s
+                arrives[action] = soonest + transfer_s
+                spans[rank].append(Span(rank, action, begins[action], soonest))
                 place[rank] += 1
         now = soonest
-    return now
+    return Timeline(tuple(map(tuple, spans)))
 
 
 def _duration(forward_s: Sequence[float], input_s: Sequence[float], weight_s: Sequence[float]) -> Duration:

@@ -56,8 +56,8 @@ class Bounds:
     def tight(self, candidate: Candidate) -> float:
         """A lower bound in seconds; infinite if the candidate cannot fit.
 
-        It is not strict: it ignores what exchanges at the borders of stages save, what calls of layers share, and uneven
-        stages on a rank.
+        It is not strict: it ignores what exchanges at the borders of stages save, what calls of a layer share, and
+        uneven stages on a rank.
         """
         prices, (pipeline, data, model) = self._incumbents.prices(candidate), candidate.degrees
         own, shared, still = bytes_of_weights(prices, candidate, is_least=True)
