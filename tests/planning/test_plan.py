@@ -151,6 +151,22 @@ def test_a_plan_in_fp32_says_that_it_is_priced_as_tf32() -> None:
     assert "TF32" not in str(search(decoder(), hardware(), 1, 8, precision="fp32"))
 
 
+@pytest.mark.parametrize(("objective", "quantity"), [("memory", "% memory)"), ("cost", "% rank-seconds)")])
+def test_the_next_best_say_of_what_they_take_more(objective: str, quantity: str) -> None:
+    text = str(search(decoder(), hardware(), 4, 4, objective=objective))
+    lines = [line for line in text.splitlines() if "next:" in line]
+    assert lines and all(line.endswith(quantity) for line in lines)
+
+
+def test_the_fullest_rank_has_several_stages_where_a_schedule_says_so() -> None:
+    constraints = Constraints(pipeline=2, schedule="dualpipe_v", zero=0, micro_batches=4, recompute=False)
+    found = search(decoder(), hardware(), 4, 8, constraints=constraints)
+    first, second = found.resolved.stages_by_slice()[found.found.estimate.fullest_stage]
+    assert f"at most, on stages {first} and {second}:" in str(found)
+    verdict = compare_with_best(replace(found.problem, memory_bytes=1.0), found.found, found.strategy)
+    assert f"each rank of stages {first} and {second} holds" in str(verdict)
+
+
 def test_one_rank_is_one_rank() -> None:
     text = str(search(decoder(), hardware(), 1, 8))
     assert "layers on 1 rank of" in text and "on 1 rank beats it" in text

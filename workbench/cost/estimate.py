@@ -83,7 +83,7 @@ class Estimate:
 
     @property
     def fullest_stage(self) -> int:
-        """The stage of the fullest rank."""
+        """The slice of the pipeline axis with the fullest rank; a strategy's ``stages_by_slice`` has its stages."""
         return max(range(len(self.memory)), key=lambda stage: sum(self.memory[stage].values()))
 
     @property

@@ -24,6 +24,12 @@ class PricedStrategy:
     value: Value
 
 
+def fullest_stages(strategy: ResolvedStrategy, price: Estimate) -> str:
+    """The stages of the fullest rank as text: "stage 1", or "stages 1 and 2" of a rank with several."""
+    *others, last = map(str, strategy.stages_by_slice()[price.fullest_stage])
+    return f"stages {', '.join(others)} and {last}" if others else f"stage {last}"
+
+
 @dataclass
 class Incumbents:
     """The best strategy, the best for each triple of degrees, and the one with the smallest peak.

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from workbench.errors import StrategyError
 from workbench.planning.candidates import candidates
-from workbench.planning.incumbents import Incumbents, PricedStrategy
+from workbench.planning.incumbents import Incumbents, PricedStrategy, fullest_stages
 from workbench.planning.problem import Constraints, Problem
 from workbench.planning.write_strategy import write_strategy
 from workbench.units import format_bytes
@@ -98,7 +98,8 @@ def raise_does_not_fit(problem: Problem, incumbents: Incumbents, is_exact: bool,
             f"layers={problem.constraints.layers!r} cannot be: no strategy puts these layers there. Leave out a stage "
             f"(@), or let layers that share a weight do the same."
         )
-    peak, limit, stage = smallest.estimate.peak_bytes, problem.memory_bytes, smallest.estimate.fullest_stage
+    peak, limit = smallest.estimate.peak_bytes, problem.memory_bytes
+    where = fullest_stages(smallest.strategy, smallest.estimate)
     parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in smallest.estimate.peak_kinds)
     ranks = f"{problem.num_ranks} rank{'s' * (problem.num_ranks > 1)}"
     is_certain = is_exact or problem.is_infeasible
@@ -106,7 +107,7 @@ def raise_does_not_fit(problem: Problem, incumbents: Incumbents, is_exact: bool,
     others = "" if is_certain else " (others were not looked at)"
     raise StrategyError(
         f"{ranks} with batch_size={problem.batch_size}: {none} into {format_bytes(limit)} per rank{others}. The "
-        f"smallest one found, {_describe(problem, smallest)}, holds {format_bytes(peak)} (stage {stage}: {parts}), "
+        f"smallest one found, {_describe(problem, smallest)}, holds {format_bytes(peak)} ({where}: {parts}), "
         f"{format_bytes(peak - limit)} or {peak / limit - 1:.0%} too much. {_fixes(problem, run)}"
     )
 

@@ -13,7 +13,7 @@ from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.stage_settings import computed_in, rate_of
 from workbench.planning.explain import Explanation, explain
-from workbench.planning.incumbents import Incumbents, PricedStrategy
+from workbench.planning.incumbents import Incumbents, PricedStrategy, fullest_stages
 from workbench.planning.one_device import DEGREES, describe_one_device, fits, one_device
 from workbench.planning.problem import Problem, check_constraint_names
 from workbench.planning.strategy_comparison import (
@@ -173,7 +173,7 @@ class Plan:
             f"{title}, batch {problem.batch_size}, best {problem.objective}",
             *_wrapped(self.strategy),
             f"  step {format_seconds(found.step_s)}, {found.samples_per_s:.4g} samples/s: {_parts(found)}",
-            f"  {_memory(found, problem.memory_bytes)}",
+            f"  {_memory(self.found, problem.memory_bytes)}",
             *self._other_rate(),
             f"  one device: {describe_one_device(problem, self.one_device, self.found)}",
             *self._next_best(),
@@ -192,9 +192,10 @@ class Plan:
 
     def _next_best(self) -> Sequence[str]:
         lines = []
+        what = {"memory": " memory", "cost": " rank-seconds"}.get(self.problem.objective, "")
         for found in self.others[:3]:
-            more = found.value[0] / self.found.value[0] - 1
-            lines.append(f"  next: {found.strategy.options}, {format_seconds(found.estimate.step_s)} ({more:+.1%})")
+            more = f"{found.value[0] / self.found.value[0] - 1:+.1%}{what}"
+            lines.append(f"  next: {found.strategy.options}, {format_seconds(found.estimate.step_s)} ({more})")
         return lines
 
     def _repr_html_(self) -> str:
@@ -241,8 +242,9 @@ def _parts(found: Estimate) -> str:
     return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds > 1e-9 * found.step_s)
 
 
-def _memory(found: Estimate, limit: float) -> str:
-    kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in found.peak_kinds)
-    where = f"at most, on stage {found.fullest_stage}"
-    beside = f"; {format_bytes(found.offloaded_bytes)} offloaded" if found.offloaded_bytes else ""
-    return f"memory {format_bytes(found.peak_bytes)} of {format_bytes(limit)}, {where}: {kinds}{beside}"
+def _memory(found: PricedStrategy, limit: float) -> str:
+    price = found.estimate
+    kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in price.peak_kinds)
+    where = f"at most, on {fullest_stages(found.strategy, price)}"
+    beside = f"; {format_bytes(price.offloaded_bytes)} offloaded" if price.offloaded_bytes else ""
+    return f"memory {format_bytes(price.peak_bytes)} of {format_bytes(limit)}, {where}: {kinds}{beside}"

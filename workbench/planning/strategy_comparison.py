@@ -12,7 +12,7 @@ from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.cost.estimate import Estimate
 from workbench.errors import StrategyError
 from workbench.planning.candidates import not_searched
-from workbench.planning.incumbents import PricedStrategy
+from workbench.planning.incumbents import PricedStrategy, fullest_stages
 from workbench.planning.problem import Problem
 from workbench.planning.write_strategy import row_of
 from workbench.units import format_bytes, format_seconds
@@ -88,8 +88,8 @@ def compare_with_best(problem: Problem, best: PricedStrategy, strategy: Strategy
         largest = " and ".join(f"{format_bytes(size)} of {kind}" for kind, size in price.peak_kinds[:2])
         peak, limit = price.peak_bytes, problem.memory_bytes
         text = (
-            f"It does not fit: stage {price.fullest_stage} holds {format_bytes(peak)} on each rank, and a rank has "
-            f"{format_bytes(limit)}: {format_bytes(peak - limit)} too much. Most of it is {largest}.{precisions}"
+            f"It does not fit: each rank of {fullest_stages(resolved, price)} holds {format_bytes(peak)}, and a rank "
+            f"has {format_bytes(limit)}: {format_bytes(peak - limit)} too much. Most of it is {largest}.{precisions}"
         )
         return WhyNot("memory", text, price, difference)
     ratio = problem.value(resolved, price)[0] / best.value[0] - 1
