@@ -9,6 +9,7 @@ from functools import cache
 from itertools import pairwise
 from math import inf
 
+import numpy as np
 import pytest
 
 from tests.planning.brute_force import best_value, every_strategy
@@ -334,11 +335,19 @@ def test_a_v_needs_two_layers_on_each_rank() -> None:
         ({"constraints": Constraints(offload=("", "disk"))}, "offload='disk': it is one of none, optimizer, "),
         ({"constraints": Constraints(schedule="1F1B")}, r"schedule='1F1B'.*gpipe"),
         ({"constraints": Constraints(zero=(0, 7))}, r"zero=7.*0, 1, 2, 3"),
+        ({"constraints": Constraints(overlap="4")}, r"overlap='4': a whole number, or several: overlap=1 or"),
+        ({"constraints": Constraints(overlap=(1, 2.0))}, r"overlap=2.0: a whole number"),
+        ({"constraints": Constraints(context="2")}, r"context='2': a whole number"),
     ],
 )
 def test_absurd_questions_are_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(StrategyError, match=words):
         replace(random_problem(0), **changes)  # type: ignore[arg-type]
+
+
+def test_whole_numbers_of_other_types_are_ints() -> None:
+    given = Constraints(overlap=np.int64(4), data=np.array([1, 2]), model={2})
+    assert replace(random_problem(0), constraints=given).constraints == Constraints(overlap=4, data=(1, 2), model=(2,))
 
 
 def test_the_problem_is_a_value() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import inf, prod
 from numbers import Integral, Real
+from typing import Any
 
 from workbench.core.expert_rows import fitting_ranks, number_in_list, over_data
 from workbench.core.model_costs import LayerCost, ModelCosts
@@ -32,6 +33,10 @@ cannot be split, or ("expert", "expert") for experts over ranks of the data axis
 DATA: Choice = ("data", None)
 WHOLE: tuple[Choice, ...] = (DATA, ("model", None))
 EXPERTS: tuple[Choice, ...] = (DATA, ("model", "expert"), ("expert", "expert"))
+
+
+_NUMBERS = ("pipeline", "data", "model", "micro_batches", "zero", "heads", "context", "shards", "overlap")
+"""Constraints that are whole numbers."""
 
 
 def check_constraint_names(asked: str, names: Collection[str]) -> None:
@@ -97,6 +102,25 @@ class Constraints:
         """The constraints that are not open, by name."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if getattr(self, name) is not None}
 
+    def with_ints(self) -> Constraints:
+        """The same, with an int for each whole number, such as NumPy's.
+
+        Raises:
+            StrategyError: a value that has to be a whole number is none.
+        """
+        changed: dict[str, Any] = {}
+        for name in _NUMBERS:
+            numbers = tuple(_whole(name, value) for value in self.values(name))
+            if numbers:
+                changed[name] = numbers if isinstance(getattr(self, name), Collection) else numbers[0]
+        return replace(self, **changed)
+
+
+def _whole(name: str, value: object) -> int:
+    if not isinstance(value, Integral):
+        raise StrategyError(f"{name}={value!r}: a whole number, or several: {name}=1 or {name}=(1, 2).")
+    return int(value)
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -140,6 +164,7 @@ class Problem:
             raise StrategyError(f"{sizes}: each is at least 1.")
         if self.memory_bytes <= 0:
             raise StrategyError(f"memory_bytes={self.memory_bytes:g}: the memory of a rank is above 0.")
+        object.__setattr__(self, "constraints", self.constraints.with_ints())
         self._refuse_unknown("optimizer", OPTIMIZERS, [self.optimizer])
         self._refuse_unknown("precision", PRECISIONS, [self.precision])
         self._refuse_unknown("schedule", SCHEDULES, self.constraints.values("schedule"))
