@@ -217,6 +217,16 @@ def test_stages_are_cut_between_blocks() -> None:
         assert len({stage for name, stage in stage_of.items() if name.startswith(f"b.{block}.")}) == 1
 
 
+def test_a_head_that_is_the_table_is_priced_as_an_estimate_prices_it() -> None:
+    *rows, head = decoder(4).rows
+    costs = replace(decoder(4), rows=(*rows, replace(head, layer=replace(head.layer, tied_to="words"))))
+    plan = search(costs, hardware(), 4, 8, constraints=Constraints(pipeline=2, recompute=False))
+    found, again = plan.found.estimate, plan.estimate
+    assert found.boxed_bytes == pytest.approx(again.boxed_bytes, rel=1e-9)
+    assert found.step_s == pytest.approx(again.step_s, rel=1e-9)
+    assert found.peak_bytes == pytest.approx(again.peak_bytes, rel=1e-9)
+
+
 def test_every_cut_into_stages() -> None:
     assert list(stage_assignments(3, 2)) == [(0, 1, 1), (0, 0, 1)]
     assert list(stage_assignments(3, 1)) == [(0, 0, 0)]

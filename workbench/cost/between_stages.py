@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from workbench.core.layer_layouts import boxed_output_entry, input_entry
-from workbench.core.model_costs import ModelCosts
+from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.core.strategy import ResolvedStrategy
 from workbench.core.weight_splits import TABLE, tied_pairs
 from workbench.cost.boxings import num_dims, passed_bytes
@@ -92,30 +93,45 @@ def prices_with_ties(
     """The prices of layers with the transfers of weights that an earlier stage holds: a layer gets the weight for each
     call, and its backward sends the gradient.
     """
-    found, software = list(prices), settings[0].software
-    if software.copies_tied or strategy.num_stages == 1:
+    found = list(prices)
+    if settings[0].software.copies_tied or strategy.num_stages == 1:
         return found
     for pair in tied_pairs(model.layers):
-        owner, user = sorted(pair, key=lambda index: strategy.layers[index].stage)
-        source, stage = strategy.layers[owner].stage, strategy.layers[user].stage
-        row, price, setting = model.rows[user], found[user], settings[stage]
-        if strategy.slice_of(source) == strategy.slice_of(stage) or "weight" not in row.layer.shapes:
+        (source, _), (stage, index) = sorted((strategy.layers[index].stage, index) for index in pair)
+        if strategy.slice_of(source) == strategy.slice_of(stage):
             continue
-        weights = weights_in(row.layer, "weight", software) / (setting.model if strategy.layers[user].split else 1)
-        sent = weights * software.parameter_bytes(setting.precision)
-        back = weights * software.gradient_bytes(setting.precision) * ("weight" not in row.layer.frozen)
+        row, price, times = model.rows[index], found[index], num_calls(model, model.rows[index])
+        there, back = weight_transfers(row, strategy.layers[index].split is not None, settings[source], settings[stage])
         keeps = row.has_gradients[0] and row.layer.kind != TABLE and not price.cast  # backward multiplies with it
-        times = num_calls(model, row)
-        found[user] = replace(
+        found[index] = replace(
             price,
-            boxing_forward_s=price.boxing_forward_s + times * _sent_s(sent, settings[source], setting),
-            boxing_backward_s=price.boxing_backward_s + times * _sent_s(back, settings[source], setting),
-            boxed_bytes=price.boxed_bytes + times * (sent + back),
-            boxed_forward_bytes=price.boxed_forward_bytes + times * sent,
-            kept_bytes=price.kept_bytes + times * sent * keeps,
-            passing_bytes=price.passing_bytes + back,
+            boxing_forward_s=price.boxing_forward_s + times * there.seconds,
+            boxing_backward_s=price.boxing_backward_s + times * back.seconds,
+            boxed_bytes=price.boxed_bytes + times * (there.num_bytes + back.num_bytes),
+            boxed_forward_bytes=price.boxed_forward_bytes + times * there.num_bytes,
+            kept_bytes=price.kept_bytes + times * there.num_bytes * keeps,
+            passing_bytes=price.passing_bytes + back.num_bytes,
         )
     return found
+
+
+class Transfer(NamedTuple):
+    """What one rank receives from another stage, and its seconds."""
+
+    num_bytes: float
+    seconds: float
+
+
+def weight_transfers(
+    row: LayerCost, is_split: bool, owner: StageSettings, user: StageSettings
+) -> tuple[Transfer, Transfer]:
+    """For one call of a layer whose weight another stage holds: the weight there, and its gradient back."""
+    layer, software = row.layer, user.software
+    whole = weights_in(layer, "weight", software) if "weight" in layer.shapes else 0.0
+    weights = whole / (user.model if is_split else 1)
+    there = weights * software.parameter_bytes(user.precision)
+    back = weights * software.gradient_bytes(user.precision) * ("weight" not in layer.frozen)
+    return Transfer(there, _sent_s(there, owner, user)), Transfer(back, _sent_s(back, owner, user))
 
 
 def tied_s(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings]) -> float:

@@ -10,6 +10,7 @@ If nothing fits, ``reduce_memory`` changes the strategies that hold least.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import product
 from math import inf
@@ -160,6 +161,8 @@ class _BestFirstSearch:
         prices = self.incumbents.prices(candidate)
         by_row = len(self._chooser.ranges) < candidate.num_stages
         units = self._chooser.units(prices, candidate.options.recompute, choices, by_row)
+        if tied_s := self._chooser.tied_s(candidate, choices[-1][1] is not None):
+            units = [*units[:-1], replace(units[-1], seconds=units[-1].seconds + tied_s)]
         limit = inf if for_least_memory else self.problem.memory_bytes
         fits, is_thorough = False, self._modes is not FEW_MODES or self.incumbents.best is None
         # an upper bound: all gradients beside all activations; then a lower bound without gradients

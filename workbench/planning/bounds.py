@@ -90,4 +90,5 @@ class Bounds:
         least = LEAST_FORWARD / (1 + LEAST_FORWARD) if candidate.options.recompute else LEAST_FORWARD
         waits = {**WAITS, "zero_bubble": least, "interleaved": 1 / virtual_stages}
         waits |= dict.fromkeys(V_SCHEDULES, least / 2)
+        micro_batch_s += self._chooser.tied_s(candidate)
         return schedule_factor(candidate, self._problem.hardware, waits) * micro_batch_s + self.update_s(candidate)

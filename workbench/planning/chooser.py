@@ -13,12 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from workbench.core.options import V_SCHEDULES
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
+from workbench.cost.between_stages import weight_transfers
 from workbench.cost.memory import live_micro_batches
 from workbench.planning.candidates import Candidate
 from workbench.planning.chains import Chain
 from workbench.planning.incumbents import Incumbents
-from workbench.planning.layer_prices import LayerPrices, bytes_of_weights, seconds_of_weights
+from workbench.planning.layer_prices import LayerPrices, bytes_of_weights, seconds_of_weights, with_options
 from workbench.planning.problem import Choice, Problem
 from workbench.planning.stage_balance import Unit
 
@@ -70,6 +72,7 @@ class Chooser:
         self._kinds: dict[tuple[int, int], list[int]] = {}
         self._chains: dict[tuple[int, int], Chain] = {}
         self._alive: dict[tuple[object, ...], list[float]] = {}
+        self._tied: dict[tuple[tuple[int, int, int], bool], float] = {}
 
     def choices(self, candidate: Candidate, mode: Mode) -> tuple[Choice, ...] | None:
         """The best choices of a mode; None if shared weights exclude all."""
@@ -103,6 +106,23 @@ class Chooser:
             alive = live_micro_batches(self.shape_of(candidate))
             self._alive[key] = [_OFFLOADED_PART for _ in alive] if is_offloaded else alive
         return self._alive[key]
+
+    def tied_s(self, candidate: Candidate, is_split: bool = True) -> float:
+        """Seconds of a micro-batch in which the last layer gets the weight that it shares with the first one, and sends
+        its gradient back: every cut into stages puts them on different ranks. ``is_split``: whether it gets its part of
+        the weight only.
+        """
+        software, last = self.problem.software, len(self.problem.rows) - 1
+        if candidate.num_stages == 1 or software.copies_tied or (0, last) not in self.problem.ties:
+            return 0.0
+        if candidate.options.schedule in V_SCHEDULES:  # the first rank has both
+            return 0.0
+        key = candidate.degrees, is_split
+        if key not in self._tied:
+            setting = with_options(self.incumbents.prices(candidate).setting, candidate)
+            transfers = weight_transfers(self.problem.rows[last], is_split, setting, setting)
+            self._tied[key] = self.incumbents.classes.num_calls[last] * sum(each.seconds for each in transfers)
+        return self._tied[key]
 
     def shape_of(self, candidate: Candidate) -> ResolvedStrategy:
         """The stages of a candidate, without layers."""
