@@ -1,4 +1,4 @@
-"""Whole comparisons on simulated ranks whose losses need a word beside the mark."""
+"""Whole comparisons on simulated ranks whose losses need a word beside the mark, or are all that is compared."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ class Explodes(nn.Module):
         self.step += self.training and not y.is_meta
         breaks = self.step > self.at and (is_spread(y) or not self.only_spread)
         return y * (float("nan") if breaks else 1.0)
+
+
+def plain_layer() -> nn.Module:
+    return nn.Linear(8, 4)
 
 
 def checked(model_fn: Callable[[], nn.Module], check_steps: int, strategy: str = "*: data") -> RunRecord:
@@ -72,3 +76,13 @@ def test_one_device_with_micro_batches_is_said_to_have_them_where_its_losses_sho
     assert run.equal and equal_text(run).startswith("\u2713") and equal_text(run).endswith(", both mb=2")
     assert "one device had 2 micro-batches, too: its first loss is" in run.verdict.text
     assert checked(plain, STEPS, "*: data | mb=2").verdict.note == checked(normed, STEPS).verdict.note == ""
+
+
+def test_weights_after_one_step_are_not_compared_with_those_after_two():
+    subject = Subject.of(plain_layer, features(), F.cross_entropy, optimizer_fn=sgd, batch_size=8, steps=STEPS)
+    with Comparison(SimulatedSession(), subject) as comparison:  # type: ignore[arg-type]
+        runs = [comparison.start("*: data", num_steps=steps).result() for steps in (1, STEPS, 1)]
+        runs.append(comparison.start("*: data", num_steps=2).result())
+    assert [run.verdict.by for run in runs] == ["tolerance"] * 4
+    assert [run.weight_difference is None for run in runs] == [False, False, True, False]
+    assert runs[2].verdict.text == "every loss lies within the tolerance"

@@ -15,7 +15,7 @@ import torch
 from workbench.session.on_engine import shell as engine_shell
 from workbench.training.runs.exact_dtypes import KeepsFloat64, exact_sums
 from workbench.training.runs.first_difference import first_difference
-from workbench.training.runs.job import Job, RankResult
+from workbench.training.runs.job import Job, RankResult, checked_step
 from workbench.training.runs.train import flops_per_sample, largest_difference, run_one_device, run_strategy, warm_up
 from workbench.training.runs.weight_changes import WeightHistory, changes_apart
 
@@ -107,7 +107,9 @@ def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int, co
             compiles=compiles,
         )
     reference = _histories.get((key, which))
-    history = replace(reference, end=result.weights) if reference is not None and result.weights else None
+    history = None
+    if reference is not None and result.weights:
+        history = replace(reference, end=result.weights, num_steps=checked_step(job) + 1)
     return _to_send(result, history, reference)
 
 
@@ -133,9 +135,9 @@ def _mode(job: Job) -> Iterator[None]:
 
 
 def _to_send(result: RankResult, own: WeightHistory | None, reference: WeightHistory | None) -> RankResult:
-    """A result without weights, with their distance from the reference."""
+    """A result without weights, with their distance from the reference if that has taken as many steps before them."""
     sent = replace(result, weights=None, course=None, precision="fp32" if own is None else own.precision)
-    if own is None or reference is None or not own.end:
+    if own is None or reference is None or not own.end or own.num_steps != reference.num_steps:
         return sent
     distance = largest_difference(own.end, reference.end)
     return replace(sent, weight_difference=distance, tensors=changes_apart(own, reference))

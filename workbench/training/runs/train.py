@@ -55,13 +55,13 @@ def run_one_device(
     is that of a strategy: the precision of the model's forward.
     """
     if job.draws:
-        course = WeightHistory.begin(job.model(), precision)
+        course = WeightHistory.begin(job.model(), precision, checked_step(job) + 1)
         return _run_on_one_rank(job, num_micro_batches, listen, commands, precision, course)
     world = current()
     device = world.device
     peak = PeakMeter(device, collects_garbage=job.measures_memory and not is_simulated(world))
     model = job.model().to(device)
-    course = WeightHistory.begin(model, precision)
+    course = WeightHistory.begin(model, precision, checked_step(job) + 1)
     optimizer = job.optimizer(model)
     layers = LayerTimes(model)
     compute_in(model, precision, world.device, world.autocast_type)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from workbench.core.verdict import TOLERANCES, TensorChange, Tolerance
+from workbench.core.verdict import TOLERANCES, WEIGHT_STEPS, TensorChange, Tolerance
 
 State = Mapping[str, torch.Tensor]
 """Tensors of a model's ``state_dict`` by name."""
@@ -66,18 +66,20 @@ class WeightHistory:
         end: empty if the run stopped before that step.
         parameters: the names of the parameters among them.
         precision: the coarsest one in which the model computes.
+        num_steps: the number of steps before ``end``. Ends after other numbers cannot be compared.
     """
 
     start: State
     end: State
     parameters: frozenset[str] = frozenset()
     precision: str = "fp32"
+    num_steps: int = WEIGHT_STEPS
 
     @classmethod
-    def begin(cls, model: nn.Module, precision: str) -> WeightHistory:
+    def begin(cls, model: nn.Module, precision: str, num_steps: int) -> WeightHistory:
         """The history before the first step of a run in a strategy's ``precision``. ``end`` is filled in later."""
         names = frozenset(name for name, _ in model.named_parameters())
-        return cls(copied_state(model), {}, names, precision_of(model, precision))
+        return cls(copied_state(model), {}, names, precision_of(model, precision), num_steps)
 
 
 def changes_apart(own: WeightHistory, truth: WeightHistory) -> tuple[TensorChange, ...]:
