@@ -178,6 +178,18 @@ def test_to_stages_and_back_again_on_three_commands():
     assert_like_one_device(results[0])
 
 
+def test_the_first_step_after_a_change_is_reported_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(step_metrics, "INTERVAL_S", 1000.0)
+    monkeypatch.setattr(step_metrics, "_MOST_STEPS", 3)  # all steps are so fast
+
+    def commands(messages):
+        return [RunCommand("strategy", "*: model")] if blocks_of(messages) else []
+
+    results, messages = train("*: data", commands)
+    assert results[0].changes == [(4, "*: model")]
+    assert [block.first_step for block in blocks_of(messages)] == [0, 1, 4, 5, 8, 11]
+
+
 def test_a_strategy_that_does_not_fit_is_refused_and_the_run_goes_on():
     def commands(messages):
         return [RunCommand("strategy", "nothing: model")] if blocks_of(messages) else []

@@ -250,6 +250,7 @@ class LiveRun:
         self._layers, self._layers_since = LayerTimes(self.model), step
         self.result.segments.append(before)
         self._segment_start = len(self._sent)
+        self._collector.interval = 1  # steps may be far slower now
         self.peak.start_again()
         self.result.changes.append((step, text))
         moved = torch.tensor([float(self.world.traffic.sent_bytes - sent)], device=self.world.device)
