@@ -17,6 +17,7 @@ import workbench as wb
 import workbench.session as session_package
 from tests.session.test_lost_engines import data, make_model
 from tests.timeouts import WAIT_TIMEOUT_S, wait_until
+from workbench.core import cores
 from workbench.core.strategy import Strategy
 from workbench.errors import CellError, EngineStartError, NotStartedError, SessionError
 from workbench.session import Session
@@ -173,7 +174,8 @@ def test_a_session_outlives_the_process_that_forks_its_engines(monkeypatch):
 @pytest.mark.slow  # three processes that fork engines load torch
 @pytest.mark.usefixtures("ending_servers")
 def test_engines_stay_where_others_are_forked_by_another_server(monkeypatch):
-    monkeypatch.setattr(launch, "num_cores", lambda: 2)  # two engines have fewer threads each than one
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(cores, "num_cores", lambda: 2)  # two engines have fewer threads each than one
     with Session(engines=1, device="cpu") as session:
         session.run("import os\nx = 7")
         monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "True")  # as `import sklearn` in the notebook does

@@ -24,7 +24,6 @@ from workbench.session.offer_magics import offer_magics
 from workbench.session.output.tracebacks import Interrupted
 from workbench.session.processes import discovery, folder, watchdog
 from workbench.session.processes.core_waits import CoreWaits
-from workbench.session.processes.launch import rank_environment
 from workbench.session.request_queue import RequestQueue
 from workbench.session.run import NullListener, Run
 from workbench.session.stop_escalation import STEPS, StopEscalation
@@ -242,15 +241,6 @@ def test_requests_are_first_come_first_served():
     for thread in threads:
         thread.join(WAIT_TIMEOUT_S)
     assert order == [0, 1, 2]
-
-
-def test_rank_environment():
-    environment = rank_environment(3, 4, gpus=["a", "b"])
-    assert environment["RANK"] == environment["LOCAL_RANK"] == "3"
-    assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "4"
-    assert environment["CUDA_VISIBLE_DEVICES"] == "b"
-    assert int(environment["OMP_NUM_THREADS"]) >= 1
-    assert "CUDA_VISIBLE_DEVICES" not in rank_environment(0, 2)
 
 
 @pytest.fixture

@@ -1,10 +1,23 @@
-"""How many cores there are for this process."""
+"""How many cores there are for this process, and the share of a rank."""
 
 from __future__ import annotations
 
 import os
 
+_THREADS = "OMP_NUM_THREADS"
+_SHARED = "WORKBENCH_NUM_THREADS"
+"""The same number, where the workbench has set it."""
+
 
 def num_cores() -> int:
     """Cores that this process may use; fewer than the machine has where it is bound to some of them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def shared_threads(num_ranks: int) -> dict[str, str]:
+    """The variables that give one of ``num_ranks`` its share of the cores as threads; none if the user has set
+    OMP_NUM_THREADS.
+    """
+    if os.environ.get(_THREADS) != os.environ.get(_SHARED):
+        return {}
+    return dict.fromkeys((_THREADS, _SHARED), str(max(1, num_cores() // num_ranks)))

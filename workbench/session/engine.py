@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from workbench.core.cores import shared_threads
 from workbench.session import pickling, protocol, user_modules
 from workbench.session.on_engine import awaiting_cells as engine_awaiting
 from workbench.session.on_engine import completion as engine_assist
@@ -71,7 +72,7 @@ def join(
 
     store.listen(_record_checkpoint)
     user_loops.listen(publish, lambda: getattr(current_tag(), "run", 0))
-    if on_host is not None and "OMP_NUM_THREADS" not in os.environ:
+    if on_host is not None:
         _share_cores(on_host[1])
     here = world.rebuild(rank, world_size, init_method=init_method, device=device, reason="the notebook said so")
     return {
@@ -83,12 +84,15 @@ def join(
 
 
 def _share_cores(num_ranks: int) -> None:
-    """Give torch the threads of this host that are one rank's share, as engines without a profile get them."""
+    """Give torch the threads of this host that are one rank's share, if the share is another one now. A number that the
+    user has set stays.
+    """
     import torch
 
-    from workbench.core.cores import num_cores
-
-    torch.set_num_threads(max(1, num_cores() // num_ranks))
+    threads = shared_threads(num_ranks)
+    if any(os.environ.get(name) != number for name, number in threads.items()):
+        os.environ.update(threads)
+        torch.set_num_threads(int(threads["OMP_NUM_THREADS"]))
 
 
 def _record_checkpoint(path: Path, parts: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from traitlets import Any as AnyTrait
 from traitlets import Instance, Integer, List, Unicode
 from traitlets.config import Config
 
-from workbench.core.cores import num_cores
+from workbench.core.cores import num_cores, shared_threads
 from workbench.errors import EngineStartError
 from workbench.session.processes import fork_server, oom_kills, watchdog
 from workbench.session.processes.folder import EngineFacts, ProcessId, SessionFolder
@@ -54,7 +54,7 @@ def rank_environment(rank: int, num_ranks: int, gpus: Sequence[str] = ()) -> dic
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        "OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)),
+        **shared_threads(num_ranks),
     }
     # gloo and NCCL ask for no password, and would listen wherever the host's name leads
     loopback = interface_of("127.0.0.1")
