@@ -12,9 +12,11 @@ from tests.session.another_notebook import first_notebook, kill, own_folder  # n
 from tests.timeouts import wait_until
 from workbench import cli
 from workbench.errors import NotStartedError, SessionError
-from workbench.session import cluster, magic_commands
-from workbench.session.observed_session import observe
+from workbench.session import cluster, magic_commands, text_reports
+from workbench.session.adapter import Engines
+from workbench.session.observed_session import ObservedSession, observe
 from workbench.session.processes import discovery, folder
+from workbench.session.processes.launch import LocalProcesses
 
 pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("own_folder")]
 
@@ -109,6 +111,22 @@ def entry(facts_of, pid):
     other = folder.SessionFolder.create()
     other._write(**{**facts_of._state(), "owner": asdict(folder.ProcessId.of(pid))})
     return other
+
+
+def test_a_resize_by_their_own_notebook_is_followed(monkeypatch):
+    there, here = folder.SessionFolder.create(), folder.ProcessId.of(os.getpid())
+    facts = {number: folder.EngineFacts(here, dict.fromkeys(range(number), here), (), 0.0) for number in (1, 2, 4)}
+    asked = []
+    client = SimpleNamespace(ids=range(4), close=lambda linger: None)
+    monkeypatch.setattr(LocalProcesses, "observe", lambda processes, facts: client)
+    monkeypatch.setattr(Engines, "control", lambda engines, *_: asked.append(engines.registered()) or {})
+    session = ObservedSession(there, facts[2])
+    for number in (2, 4, 1):
+        there.record([], facts[number])
+        assert session.num_engines == number and f": {number} engine" in session.title
+        assert text_reports.ranks_of(session, str(number - 1)) == (number - 1,)
+        assert [each.rank for each in session.status()] == asked[-1] == list(range(number))
+    session.close()
 
 
 @pytest.mark.slow

@@ -6,11 +6,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from workbench.errors import NotStartedError, SessionError
 from workbench.session import protocol
-from workbench.session.adapter import Request
+from workbench.session.adapter import Engines, Request
 from workbench.session.cluster import Session
 from workbench.session.engine_pool import EnginePool
 from workbench.session.outcome import Outcome
@@ -45,7 +44,7 @@ class ObservedSession(Session):
     def __init__(self, folder: SessionFolder, facts: EngineFacts) -> None:
         processes = LocalProcesses(folder, len(facts.engines), facts.gpus, keep=True)
         device = "cuda" if facts.gpus else "cpu"
-        self._facts = facts
+        self._last_facts = facts
         self._use(EnginePool(processes, device, folder), folder, keep=True)
         self._processes = processes
         self._pool.attach(processes.observe(facts))
@@ -53,6 +52,11 @@ class ObservedSession(Session):
 
     def __repr__(self) -> str:
         return f"<ObservedSession: {self.title}>"
+
+    @property
+    def num_engines(self) -> int:
+        """The number of engines now. Their own notebook may resize the session."""
+        return len(self._facts.engines)
 
     @property
     def title(self) -> str:
@@ -75,7 +79,6 @@ class ObservedSession(Session):
 
     def interrupt(self) -> Outcome:
         """Stop the engines' cell, as an interrupt of their own notebook does. Idle ranks are not interrupted."""
-        self._processes.find_engines(self._folder.engines() or self._facts)  # some may have been replaced
         found = [each for each in self.status() if each.busy or not each.alive]
         before = {each.rank: each for each in found if each.rank in self._processes.engines}
         runs = [each.run for each in found if each.alive]
@@ -103,7 +106,7 @@ class ObservedSession(Session):
         pending = dict(before)
         while pending and not self._closed:
             found = {each.rank: each for each in self._pool.status()}
-            for rank in [rank for rank, was in pending.items() if self._is_done(was, found[rank])]:
+            for rank in [rank for rank, was in pending.items() if rank not in found or self._is_done(was, found[rank])]:
                 del pending[rank]
                 stopped = protocol.Failure("KeyboardInterrupt", "", (), time.time(), was_stopped=True)
                 for kind, content in (("data", stopped), ("reply", None), ("idle", None)):
@@ -130,11 +133,23 @@ class ObservedSession(Session):
             f"own, run %workbench detach, then %workbench start."
         )
 
-    def _live(self) -> Any:
-        if not self._facts.is_alive():
+    @property
+    def _facts(self) -> EngineFacts:
+        """The engines that their own notebook has recorded last."""
+        self._last_facts = self._folder.engines() or self._last_facts
+        return self._last_facts
+
+    def _live(self) -> Engines:
+        facts = self._facts
+        if not facts.is_alive():
             self.detach()
             raise NotStartedError(
                 "the session that this notebook observed has ended, and its engines with it. Start engines: "
                 "%workbench start"
             )
-        return super()._live()
+        live, number = super()._live(), len(facts.engines)
+        self._processes.find_engines(facts)  # some may have been replaced, added or given back
+        self._processes.num_ranks = self._pool.num_engines = number
+        live.drop(number)
+        live.assign(range(number), range(number))
+        return live
