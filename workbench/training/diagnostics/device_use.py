@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from zlib import crc32
 
@@ -45,7 +46,8 @@ class DeviceMeter:
 _TERA = 1e12
 _PEAKS: tuple[tuple[str, float, float], ...] = (
     ("B200", 2250, 75),
-    ("H200", 989, 67),
+    ("H200 NVL", 835, 60),
+    ("G?H200", 989, 67),
     ("H100 PCIe", 756, 51),
     ("H100 NVL", 835, 60),
     ("H100", 989, 67),
@@ -53,14 +55,17 @@ _PEAKS: tuple[tuple[str, float, float], ...] = (
     ("A40", 149.7, 37.4),
     ("A10", 125, 31.2),
     ("L40S", 362, 91.6),
+    ("L40", 181, 90.5),
     ("L4", 121, 30.3),
+    ("V100S", 130, 16.4),
+    ("V100-PCIE", 112, 14),
     ("V100", 125, 15.7),
     ("T4", 65, 8.1),
-    ("RTX 4090", 165.2, 82.6),
-    ("RTX 3090", 71, 35.6),
+    ("RTX 4090$", 165.2, 82.6),
+    ("RTX 3090$", 71, 35.6),
 )
-"""Part of the name, the rate in 16 bits (V100 and T4: fp16 only), the rate of fp32. The first one that fits counts.
-Those that multiply 8 bits do so at twice the rate of 16 bits."""
+"""A pattern of whole words of the name, the rate in 16 bits (V100 and T4: fp16 only), the rate of fp32, as data sheets
+have them. The first one that fits counts. Those that multiply 8 bits do so at twice the rate of 16 bits."""
 
 
 def peak_flops_per_s(name: str, precision: str) -> float | None:
@@ -70,8 +75,10 @@ def peak_flops_per_s(name: str, precision: str) -> float | None:
     989000000000000.0
     >>> peak_flops_per_s("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16") is None
     True
+    >>> peak_flops_per_s("NVIDIA A10G", "bf16") is None
+    True
     """
-    for part, in_16_bits, in_32_bits in _PEAKS:
-        if part in name and "MIG" not in name:
+    for words, in_16_bits, in_32_bits in _PEAKS:
+        if re.search(rf"\b{words}\b", name) and "MIG" not in name:
             return _TERA * (in_32_bits if precision == "fp32" else in_16_bits * (2 if precision == "fp8" else 1))
     return None
