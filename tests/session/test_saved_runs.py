@@ -66,7 +66,7 @@ def test_a_run_whose_writer_died_has_its_steps_and_says_so(saved):
     path.write_text(path.read_text() + '{"line":"steps","first_st')
     record = saved[file.run_id]
     assert record.losses == (2.0, 1.5) and record.step_times_s == (0.25, 0.25) and record.samples == (64, 64)
-    assert "not finished" in record.error and record.settings["seed"] == 3
+    assert record.error.startswith("has not finished: it still runs, or") and record.settings["seed"] == 3
 
 
 def test_a_record_of_an_older_version_has_the_samples_that_were_reported(saved):

@@ -27,7 +27,7 @@ FOLDER_VARIABLE = "WORKBENCH_RUNS"
 _FORMAT = 1
 _KINDS: dict[str, type] = {"steps": StepBlock, "spans": StepSpans, "event": RunEvent}
 _KIND_OF = {kind: name for name, kind in _KINDS.items()}
-_PENDING = "was not finished: its notebook ended before it did"
+_PENDING = "has not finished: it still runs, or its notebook ended before it did"
 
 
 def default_folder() -> Path:
