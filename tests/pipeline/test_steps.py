@@ -207,6 +207,16 @@ class Turning(Skip):
         return self.head(self.d(self.a(self.b(self.c(x)))))
 
 
+def test_a_layer_that_came_after_the_strategy_is_named():
+    def program():
+        model = wb.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "0: data; 1: data@1 | 2x1x1 mb=2")
+        nn.utils.parametrizations.weight_norm(model[0])
+        with pytest.raises(StrategyError, match=r"0.parametrizations.weight came or went after wb.parallelize"):
+            wb.forward_backward(model, lambda out, _: out.square().mean(), torch.ones(4, 4), torch.ones(4))
+
+    run_ranks(program)
+
+
 def test_an_edge_that_goes_back_runs_where_the_schedule_lets_it():
     torch.manual_seed(0)
     models = [Turning() for _ in range(2)]

@@ -195,3 +195,30 @@ def test_a_backward_that_raises_keeps_no_hooks():
         assert len(seen) == 1 and not hooks._waiting
 
     run_ranks(program, 1)
+
+
+@pytest.mark.parametrize("strategy", ["*: data | zero=1", "*: data | zero=2", "*: data | zero=3"])
+def test_hooks_after_accumulation_that_were_there_before_see_gradients_before_they_are_sent(strategy):
+    """Under ZeRO 2 the exchange of a gradient had begun when the hook changed it."""
+
+    def trained(model, parallelize):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+        parallelize(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.arange(12.0).reshape(4, 3)).square().mean().backward()
+            optimizer.step()
+        return list(model.parameters())
+
+    models = [nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)) for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    expected = trained(models[2], lambda model: None)
+
+    def program(rank):
+        for found, right in zip(trained(models[rank], lambda m: wb.parallelize(m, strategy)), expected, strict=True):
+            assert_equal_to_one_device(found, right)
+
+    run_ranks(program)

@@ -103,7 +103,8 @@ class GradientReducer:
             self._agree()
 
     def _hook(self, parameter: GlobalTensor) -> Any:
-        """The hook does not hold the reducer, which holds the parameter: the collector sees no cycle through it.
+        """The first hook of the parameter. It does not hold the reducer, which holds the parameter: the collector sees no
+    cycle through it.
 
         torch refuses hooks of parameters that are frozen, and keeps those of parameters that become so.
         """
@@ -118,6 +119,9 @@ class GradientReducer:
             learns = parameter.requires_grad
             handle = parameter.requires_grad_().register_post_accumulate_grad_hook(ready)
             parameter.requires_grad_(learns)
+        hooks = parameter._post_accumulate_grad_hooks
+        for number in [number for number in hooks if number != handle.id]:
+            hooks[number] = hooks.pop(number)  # those of the program, which change a gradient after it was sent
         return handle
 
     def _cut(self) -> None:

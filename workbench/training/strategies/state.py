@@ -166,9 +166,22 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def parameter_owners(module: nn.Module, resolved: ResolvedStrategy) -> dict[nn.Parameter, ResolvedLayer]:
-    """The layer of every parameter. A parameter that several layers share is on the earliest of their stages."""
+    """The layer of every parameter. A parameter that several layers share is on the earliest of their stages.
+
+    Raises:
+        StrategyError: the module has got or lost layers since it was parallelized.
+    """
     owners: dict[nn.Parameter, ResolvedLayer] = {}
-    for choice, (_, layer) in zip(resolved.layers, layers_of(module), strict=True):
+    layers = {name or ROOT: layer for name, layer in layers_of(module)}
+    chosen = {choice.name: choice for choice in resolved.layers}
+    if changed := [*(layers.keys() - chosen.keys()), *(chosen.keys() - layers.keys())]:
+        raise StrategyError(
+            f"{type(module).__name__} has {len(layers)} layers, and its strategy is for {len(chosen)}: "
+            f"{', '.join(sorted(changed)[:3])} came or went after wb.parallelize. Change the layers before it, or call "
+            "it again."
+        )
+    for name, layer in layers.items():
+        choice = chosen[name]
         for parameter in layer.parameters(recurse=False):
             if choice.stage < owners.setdefault(parameter, choice).stage:
                 owners[parameter] = choice
