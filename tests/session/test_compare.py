@@ -3,10 +3,12 @@
 import importlib
 import json
 import os
+import random
 import signal
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -100,6 +102,45 @@ def test_an_interrupt_ends_the_training(session, during):
     assert time.monotonic() < interrupted_s[0] + PROMPT_S and not session.is_busy
     thread.join()
     assert session.run("1 + 1").values == [2, 2]
+
+
+class GrowingLoss:
+    """Its weight grows with its calls; and it draws, as augmentation does."""
+
+    def __init__(self):
+        self.calls, self.generator = 0, np.random.default_rng(0)
+
+    def __call__(self, output, target):
+        self.calls += 1
+        return F.cross_entropy(output, target) * (self.calls + self.generator.random())
+
+
+def test_a_loss_that_keeps_a_state_begins_each_run_alike(session):
+    """It went on where the run before had ended, on rank 0 further than on rank 1: no strategy was equal."""
+    job = make_model, data(), GrowingLoss(), ["*: data", "*: model"]
+    found = wb.compare(*job, batch_size=16, steps=5, session=session, keep=False)
+    assert found.all_equal, found
+    assert found.runs[0].losses == pytest.approx(found.runs[1].losses, rel=1e-5)
+
+
+class Scattered(nn.Linear):
+    """Its weights are drawn by numpy."""
+
+    def __init__(self):
+        super().__init__(8, 4)
+        self.weight.data = torch.from_numpy(np.random.rand(4, 8)).float()
+
+
+def turned(samples):
+    """Augmentation by Python's random numbers."""
+    inputs, targets = zip(*samples, strict=True)
+    return torch.stack(inputs) * random.random(), torch.stack(targets)
+
+
+def test_what_numpy_and_python_draw_is_alike_in_all_runs(session):
+    job = Scattered, torch.utils.data.TensorDataset(*data()), F.cross_entropy, ["*: data", "*: model"]
+    found = wb.compare(*job, batch_size=16, steps=5, collate_fn=turned, session=session, keep=False)
+    assert found.all_equal, found
 
 
 def test_every_strategy_gives_the_numbers_of_one_device(result):

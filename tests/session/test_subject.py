@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -44,3 +46,19 @@ def test_the_optimizer_is_described_in_a_few_lines(optimizer_fn: Any, text: str)
         lambda: nn.Linear(3, 2), data, nn.functional.mse_loss, optimizer_fn=optimizer_fn, batch_size=2, steps=1
     )
     assert subject.settings()["optimizer"] == text
+
+
+def scattered() -> nn.Module:
+    """Its weights are drawn by torch, numpy and Python."""
+    model = nn.Linear(3, 2)
+    model.weight.data += torch.from_numpy(np.random.rand(2, 3)).float() * random.random()
+    return model
+
+
+def test_the_notebooks_random_numbers_go_on_as_if_there_were_no_comparison() -> None:
+    """A loop over comparisons of random data had the same data each time."""
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    data = torch.zeros(4, 3), torch.zeros(4, 2)
+    Subject.of(scattered, data, nn.functional.mse_loss, batch_size=2, steps=1)
+    assert before[:2] == (random.getstate(), np.random.get_state()[1].tolist())
+    torch.testing.assert_close(before[2], torch.get_rng_state())

@@ -7,7 +7,8 @@ from __future__ import annotations
 import pickle
 import random
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -54,15 +55,20 @@ def entries_of(value: Any) -> dict[str, Any]:
     return value.__dict__ if is_object(value) else {}
 
 
-def random_states(device: torch.device) -> list[Any]:
+def random_states(device: torch.device | None) -> list[Any]:
     """The states of the generators of torch, Python and numpy."""
     return [*default_generator.states(device), random.getstate(), np.random.get_state()]  # noqa: NPY002
 
 
 def numbers_drawn(parts: Iterable[Any]) -> list[Any]:
     """What changes when numbers are drawn of Python or numpy: by the process, or of generators that the parts have."""
-    own = [v for part in parts for v in part.__dict__.values() if isinstance(v, (random.Random, *_OF_NUMPY))]
+    own = [v for part in parts for v in generators_of(part) if not isinstance(v, torch.Generator)]
     return [random.getstate(), pickle.dumps(np.random.get_state()), *map(_contents, own)]  # noqa: NPY002
+
+
+def generators_of(value: Any) -> list[Any]:
+    """The generators of Python, numpy and torch among the attributes of an object."""
+    return [each for each in getattr(value, "__dict__", {}).values() if isinstance(each, _GENERATORS)]
 
 
 def _comparable(states: list[Any]) -> list[Any]:
@@ -74,12 +80,31 @@ def _entries(contents: Any) -> Sequence[Any]:
     return (*contents, *contents.values()) if isinstance(contents, dict) else contents
 
 
-def set_random_states(states: list[Any], device: torch.device) -> None:
+def set_random_states(states: list[Any], device: torch.device | None) -> None:
     """Go on from what ``random_states`` has returned for the same kind of device."""
     *of_torch, of_python, of_numpy = states
     default_generator.set_states(of_torch, device)
     random.setstate(of_python)
     np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+@contextmanager
+def undrawn(device: torch.device | None = None) -> Iterator[None]:
+    """A context after which the generators of torch, Python and numpy go on as if nothing had been drawn in it."""
+    before = random_states(device)
+    try:
+        yield
+    finally:
+        set_random_states(before, device)
+
+
+@contextmanager
+def all_seeded(seed: int) -> Iterator[None]:
+    """A context that begins with this seed for torch, Python and numpy."""
+    with default_generator.seeded(seed):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        yield
 
 
 def _state_of_numpy(generator: Any) -> Any:

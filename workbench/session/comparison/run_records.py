@@ -47,7 +47,7 @@ def measured_record(
         tuple(reports[0].losses),
         tuple(slowest),
         rate,
-        rate / samples_per_s(reference.step_times_s, batch_size) if reference is not None else None,
+        _speedup(rate, slowest, reference, batch_size),
         tuple(report.memory_bytes["peak"] for report in reports),
         tuple(_without_peak(report.memory_bytes) for report in reports),
         sum(report.boxed_bytes for report in reports),
@@ -85,8 +85,20 @@ def segments_of(
 
 def samples_per_s(times_s: Sequence[float], batch_size: int) -> float:
     """The rate of the median step after warm-up."""
-    steady = list(times_s)[WARM_UP_STEPS + 1 :] or list(times_s)
-    return batch_size / statistics.median(steady)
+    return batch_size / statistics.median(_warm(times_s) or list(times_s))
+
+
+def _warm(times_s: Sequence[float]) -> list[float]:
+    return list(times_s)[WARM_UP_STEPS + 1 :]
+
+
+def _speedup(
+    rate: float, times_s: Sequence[float], reference: RankResult | None, batch_size: int
+) -> float | None:
+    """Over the one-device run; None without one, and where only one of the two has steps after warm-up."""
+    if reference is None or bool(_warm(times_s)) != bool(_warm(reference.step_times_s)):
+        return None
+    return rate / samples_per_s(reference.step_times_s, batch_size)
 
 
 def now_text() -> str:

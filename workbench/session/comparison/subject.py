@@ -11,6 +11,7 @@ from typing import Any
 from workbench.core.presets import StrategyLike, strategy_of
 from workbench.core.rows import Layer, count_parameters
 from workbench.core.strategy import Strategy
+from workbench.tensors.program_state import undrawn
 from workbench.training.runs.job import Job
 from workbench.training.traced_calls import describe_with_calls
 
@@ -46,9 +47,10 @@ class Subject:
             RunError: the job cannot be trained, see `Job`.
         """
         job = Job(model_fn, dataset, loss_fn, optimizer_fn, batch_size, steps, **options)
-        model = job.model()
-        job.optimizer(model)  # a mistake in it shows now
-        return cls(job, describe_with_calls(model, job.first_batch()))
+        with undrawn():
+            model = job.model()
+            job.optimizer(model)  # a mistake in it shows now
+            return cls(job, describe_with_calls(model, job.first_batch()))
 
     @property
     def sample_shape(self) -> tuple[int, ...]:

@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 
 from workbench.session.on_engine import shell as engine_shell
+from workbench.tensors.program_state import ProgramState, generators_of
+from workbench.tensors.world import current
 from workbench.training.runs.exact_dtypes import KeepsFloat64, exact_sums
 from workbench.training.runs.first_difference import first_difference
 from workbench.training.runs.job import Job, RankResult, checked_step
@@ -49,8 +51,9 @@ class Prepared:
 
 def keep_job(key: str, job: Job) -> Prepared:
     """Keep a job under a key, so that its data set is sent once, and run one small step of it."""
-    problem = warm_up(job)
-    _jobs[key] = replace(job, flops_per_sample=flops_per_sample(job))
+    with _undone(job):
+        problem = warm_up(job)
+        _jobs[key] = replace(job, flops_per_sample=flops_per_sample(job))
     return Prepared(torch.get_num_threads(), problem)
 
 
@@ -116,7 +119,8 @@ def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int, co
 def find_first_difference(key: str, strategy: str, seed: int) -> str:
     """Where the first step of a job under a strategy parts from one device, in a sentence."""
     job = replace(_jobs[key], seed=seed)
-    return str(first_difference(job.model(), strategy, batch=next(job.batches()), loss_fn=job.loss_fn))
+    with _undone(job):
+        return str(first_difference(job.model(), strategy, batch=next(job.batches()), loss_fn=job.loss_fn))
 
 
 def _variant(key: str, which: OneDevice, num_steps: int) -> Job:
@@ -130,8 +134,21 @@ def _variant(key: str, which: OneDevice, num_steps: int) -> Job:
 @contextmanager
 def _mode(job: Job) -> Iterator[None]:
     """What makes runs of a job comparable: the numbers of its dtypes, on GPUs too."""
-    with exact_sums(), KeepsFloat64() if job.dtype == torch.float64 else nullcontext():
+    with _undone(job), exact_sums(), KeepsFloat64() if job.dtype == torch.float64 else nullcontext():
         yield
+
+
+@contextmanager
+def _undone(job: Job) -> Iterator[None]:
+    """What the job's functions keep, the generators of its data set and those of the process are afterwards as before:
+    every run begins alike, on every rank. One device trains on one of them only.
+    """
+    functions = [each for each in (job.loss_fn, job.count, job.collate_fn) if each is not None]
+    before = ProgramState(generators_of(job.dataset), current().device, code=functions)
+    try:
+        yield
+    finally:
+        before.put_back()
 
 
 def _to_send(result: RankResult, own: WeightHistory | None, reference: WeightHistory | None) -> RankResult:

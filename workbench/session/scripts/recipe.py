@@ -41,9 +41,9 @@ class Recipe:
     @cached_property
     def model_with_data(self) -> nn.Module:
         """The model with its first weights, on the CPU, in evaluation: nothing is dropped."""
-        from workbench.tensors import default_generator
+        from workbench.tensors.program_state import all_seeded, undrawn
 
-        with default_generator.restored(), default_generator.seeded(self.seed):
+        with undrawn(), all_seeded(self.seed):
             model: nn.Module = self.sources["model_fn"].value()
         return model.eval()
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from workbench.core.verdict import TOLERANCES, WEIGHT_STEPS, TensorChange
-from workbench.tensors import default_generator
+from workbench.tensors.program_state import all_seeded
 from workbench.training.batches import Batch, Count, LossFunction, as_tensors
 from workbench.training.datasets import (
     Collate,
@@ -41,7 +41,7 @@ class Job:
     """Model, data, loss, optimizer and settings of a training, apart from the strategy.
 
     Attributes:
-        model_fn: makes the model. It is called after ``torch.manual_seed(seed)``.
+        model_fn: makes the model. Torch, Python and numpy have this seed before it is called.
         dataset: all samples in tensors or arrays (a tuple or dict of them, nested or not), or a Dataset whose items are
             tuples or dicts of these. ``batches`` says which entries the model gets, and which the loss.
         loss_fn: (output, targets) -> scalar, a mean over the samples. None: the model returns its own loss.
@@ -95,7 +95,7 @@ class Job:
         Raises:
             RunError: ``model_fn`` returns no model.
         """
-        with default_generator.seeded(self.seed):
+        with all_seeded(self.seed):
             model = self.model_fn()
         check_model(model)
         model = model.to(self.dtype) if self.dtype is not None else model
@@ -177,8 +177,8 @@ class RankResult:
 
 
 def seed_draws(job: Job) -> None:
-    """Seed the model's random numbers for plain tensors, equally on all ranks."""
-    with default_generator.seeded(job.seed):
+    """Seed the random numbers of torch, Python and numpy, equally on all ranks."""
+    with all_seeded(job.seed):
         pass
 
 
