@@ -73,3 +73,16 @@ def test_the_panel_s_script_is_of_its_strategy_and_its_job(trainer: FakeTrainer)
     panel.load("*: data | 1x2x1 zero=3")
     assert not section.is_open, "it was of another strategy"
     assert "zero=3" in panel.script() and "fully_shard" in panel.script("torch")
+
+
+def test_text_that_does_not_parse_has_no_script_and_trains_nothing(panel: Panel, trainer: FakeTrainer):
+    """The rows from before it were taken, without a word."""
+    panel.load("*: dta")
+    for use in (panel.run, panel.profile, panel.script, lambda: panel.strategy):
+        with pytest.raises(StrategyError, match="dta"):
+            use()
+    panel._editor.script.toggle()
+    assert "dta" in written(panel._editor.script) and panel._editor.script.save.disabled
+    assert not trainer.runs and str(panel.state.strategy) == "*: data", "undo goes back to it"
+    panel.load("*: model")
+    assert str(panel.strategy) == "*: model"

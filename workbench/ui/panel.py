@@ -239,8 +239,8 @@ class Panel(widgets.VBox):
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy that the panel shows."""
-        return self.state.strategy
+        """The strategy that the panel shows. ``StrategyError`` says what is wrong with a text that does not parse."""
+        return self._editor.strategy
 
     @property
     def running(self) -> bool:

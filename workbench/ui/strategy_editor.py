@@ -105,17 +105,30 @@ class StrategyEditor:
 
     # ---- what the panel asks ------------------------------------------------------------------------------------
 
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that is shown, with its mistakes.
+
+        Raises:
+            StrategyError: its text does not parse.
+        """
+        if self.state.text_problem:
+            raise StrategyError(self.state.text_problem)
+        return self.state.strategy
+
     def wanted(self) -> tuple[Strategy, str]:
         """The strategy and its name.
 
         Raises:
-            StrategyError: the strategy has mistakes, all of which are listed, or is for another number of ranks.
+            StrategyError: the text does not parse, the strategy has mistakes, all of which are listed, or it is for
+                another number of ranks.
         """
         with self._lock:
             if self._other_ranks:
                 raise StrategyError(f"panel.run(): {self._other_ranks}")
-            self.state.strategy.resolve(self.state.layers, self.state.num_ranks)
-            return self.state.strategy, self.state.label
+            strategy = self.strategy
+            strategy.resolve(self.state.layers, self.state.num_ranks)
+            return strategy, self.state.label
 
     def estimate(self) -> Estimate | None:
         """The prediction for the strategy on the present machine; None if there is none."""
