@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ def of_two_groups(parameters: Any) -> torch.optim.Optimizer:
         (None, "SGD(lr=0.1, momentum=0.9)"),
         (torch.optim.Adam, "torch.optim.adam.Adam"),
         (partial(torch.optim.SGD, lr=0.5), "functools.partial(<class 'torch.optim.sgd.SGD'>, lr=0.5)"),
+        (partial(of_two_groups), "functools.partial(<function of_two_groups>)"),
         (
             quick,
             "def quick(parameters: Any) -> torch.optim.Optimizer:\n    return torch.optim.SGD(parameters, lr=0.5)",
@@ -62,3 +64,13 @@ def test_the_notebooks_random_numbers_go_on_as_if_there_were_no_comparison() -> 
     Subject.of(scattered, data, nn.functional.mse_loss, batch_size=2, steps=1)
     assert before[:2] == (random.getstate(), np.random.get_state()[1].tolist())
     torch.testing.assert_close(before[2], torch.get_rng_state())
+
+
+def test_the_data_and_the_loss_are_described() -> None:
+    """Runs of other data were compared: speed-ups of short sequences over one device with long ones."""
+    data = torch.zeros(6, 3, 8), torch.zeros(6, 2)
+    loss = partial(nn.functional.mse_loss, reduction="mean")
+    subject = Subject.of(lambda: nn.Sequential(nn.Flatten(), nn.Linear(24, 2)), data, loss, batch_size=2, steps=1)
+    settings = subject.settings()
+    assert (settings["loss"], settings["sample_shape"], settings["num_samples"]) == ("mse_loss", "3x8", 6)
+    assert json.loads(json.dumps(settings)) == settings, "records from files are like those of today"

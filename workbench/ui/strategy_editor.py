@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -21,6 +20,7 @@ from workbench.cost.estimate import Estimate, SentBytes
 from workbench.cost.hardware import Hardware
 from workbench.errors import StrategyError, WorkbenchError
 from workbench.planning.plan import Plan
+from workbench.session.comparison.subject import function_name
 from workbench.session.on_engine.tensor_html import tensor_html
 from workbench.theme import Palette, palette
 from workbench.ui.assets import element
@@ -353,9 +353,7 @@ def facts_of(
     layers: list[Layer], batch_size: int, sample_shape: tuple[int, ...], loss_fn: Callable[..., Any] | None
 ) -> Facts:
     """Facts about a model before its costs are known: shapes behind linear layers on flat samples."""
-    while isinstance(loss_fn, partial):
-        loss_fn = loss_fn.func
-    loss = getattr(loss_fn, "__name__", type(loss_fn).__name__) if loss_fn is not None else ""
+    loss = function_name(loss_fn)
     is_known = loss in ("cross_entropy", "CrossEntropyLoss")
     return Facts(batch_size, of_linear_layers(layers, sample_shape), loss, is_known)
 

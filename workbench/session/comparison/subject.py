@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from workbench.core.presets import StrategyLike, strategy_of
 from workbench.core.rows import Layer, count_parameters
 from workbench.core.strategy import Strategy
 from workbench.tensors.program_state import undrawn
+from workbench.training.datasets import num_samples_of
 from workbench.training.runs.job import Job
 from workbench.training.traced_calls import describe_with_calls
 
@@ -21,10 +24,11 @@ _MAX_LINES = 4
 
 @dataclass(frozen=True)
 class Subject:
-    """A job and the layers of its model."""
+    """A job, the layers of its model, and the shape of one sample of the model's first input."""
 
     job: Job
     layers: list[Layer]
+    sample_shape: tuple[int, ...]
 
     @classmethod
     def of(
@@ -50,12 +54,8 @@ class Subject:
         with undrawn():
             model = job.model()
             job.optimizer(model)  # a mistake in it shows now
-            return cls(job, describe_with_calls(model, job.first_batch()))
-
-    @property
-    def sample_shape(self) -> tuple[int, ...]:
-        """Shape of one sample of the model's first input."""
-        return self.job.first_batch().sample_shape
+            batch = job.first_batch()
+            return cls(job, describe_with_calls(model, batch), batch.sample_shape)
 
     def settings(self) -> dict[str, Any]:
         """A description of the job, for tables and files."""
@@ -66,6 +66,9 @@ class Subject:
             "batch_size": job.batch_size,
             "steps": job.num_steps,
             "optimizer": _optimizer_text(job.optimizer_fn),
+            "loss": function_name(job.loss_fn) or "the model's own",
+            "sample_shape": "x".join(map(str, self.sample_shape)) or "scalar",
+            "num_samples": num_samples_of(job.dataset),
             "seed": job.seed,
         }
 
@@ -80,12 +83,19 @@ class Subject:
         return strategy
 
 
+def function_name(function: Any) -> str:
+    """The name of a function, of what a partial calls, or of the class of an object; empty for None."""
+    while isinstance(function, partial):
+        function = function.func
+    return "" if function is None else getattr(function, "__name__", type(function).__name__)
+
+
 def _optimizer_text(optimizer_fn: Any) -> str:
     """The optimizer's source, if it is a function of a few lines; else its name."""
     if optimizer_fn is None:
         return "SGD(lr=0.1, momentum=0.9)"
     if not hasattr(optimizer_fn, "__qualname__"):
-        return repr(optimizer_fn)
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(optimizer_fn))  # another one in every process
     if inspect.isfunction(optimizer_fn):
         with suppress(OSError):
             source = inspect.getsource(optimizer_fn).strip()
@@ -94,4 +104,4 @@ def _optimizer_text(optimizer_fn: Any) -> str:
     return f"{optimizer_fn.__module__}.{optimizer_fn.__qualname__}"
 
 
-__all__ = ["StrategyLike", "Subject"]
+__all__ = ["StrategyLike", "Subject", "function_name"]
