@@ -10,6 +10,7 @@ from workbench.core.seeds import groups, over_seeds
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
 from workbench.ui.number_text import DASH, TIMES, percent
+from workbench.ui.runs.comparable import timed_beside
 from workbench.ui.runs.curve_pictures import curve_pictures
 from workbench.ui.runs.detail_pictures import layers_picture, memory_picture, prediction_picture
 from workbench.ui.runs.scatter_picture import scatter_picture
@@ -25,7 +26,6 @@ from workbench.ui.runs.table_rows import (
     prediction_errors,
     run_rows,
     sorted_rows,
-    timed_beside,
     with_own_keys,
 )
 from workbench.units import format_bytes
@@ -182,7 +182,7 @@ def _number_cell(row: Row, key: str) -> str:
 
 
 def _name_cell(row: Row) -> str:
-    dot = element("i", css="front", title="no other run is faster with less memory") if row.on_front else ""
+    dot = element("i", css="front", title="no comparable run is faster with less memory") if row.on_front else ""
     chip = element("span", text="baseline", css="chip") if row.is_baseline else ""
     if row.seeds:
         seeds = f"mean \u00b1 standard deviation over the seeds {', '.join(map(str, row.seeds))}"
@@ -241,7 +241,7 @@ def _footnote(rows: Sequence[Row]) -> str:
     return element(
         "p",
         element("i", css="front"),
-        element("span", text="on the Pareto line: no other run is faster with less memory"),
+        element("span", text="on the Pareto line: no comparable run is faster with less memory"),
         element("span", text=f"{TICK} trains as one device does but for rounding, {CROSS} does not (first steps)"),
         element("span", text=description, css="right"),
         css="note",

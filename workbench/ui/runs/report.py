@@ -16,8 +16,8 @@ from workbench.session.comparison.machine import versions_text
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
 from workbench.ui.number_text import NOT_CHECKED, short_difference
+from workbench.ui.runs.comparable import task_of
 from workbench.ui.runs.render_table import runs_html
-from workbench.ui.runs.table_rows import task_of
 from workbench.units import format_count
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from html import escape
 from itertools import pairwise
 
@@ -42,9 +42,9 @@ def scatter_picture(rows: Sequence[Row], selected: str = "", limit_bytes: float 
     ends = [r + side for r, spread in zip(rate, spreads, strict=True) for side in (-spread, spread)]
     y_axis = panel_svg.Axis.over(ends, bottom, _TOP)
     points = [(x_axis.at(m / divisor), y_axis.at(r)) for m, r in zip(memory, rate, strict=True)]
-    front = _front(drawn, points, bottom)
-    parts, lines = [_axes(x_axis, y_axis, unit), _path(front)], [(_LEFT, bottom, _RIGHT, bottom + 1)]
-    lines += [(*start, *stop) for start, stop in pairwise(front)]
+    fronts = _fronts(drawn, points, bottom)
+    parts, lines = [_axes(x_axis, y_axis, unit), *map(_path, fronts)], [(_LEFT, bottom, _RIGHT, bottom + 1)]
+    lines += [(*start, *stop) for front in fronts for start, stop in pairwise(front)]
     if limit_bytes:
         x = x_axis.at(limit_bytes / divisor)
         words = f"limit {limit_bytes / divisor:.3g}"
@@ -82,20 +82,25 @@ def _axes(x_axis: panel_svg.Axis, y_axis: panel_svg.Axis, unit: str) -> str:
     return "".join(parts)
 
 
-def _front(rows: Sequence[Row], points: Sequence[tuple[float, float]], bottom: float) -> list[tuple[float, float]]:
-    """The corners of the Pareto line: up from the axis, then right and up from point to point."""
-    front = sorted(point for row, point in zip(rows, points, strict=True) if row.on_front)
-    if not front:
-        return []
+def _fronts(rows: Sequence[Row], points: Sequence[tuple[float, float]], bottom: float) -> list[list[Point]]:
+    """The corners of the Pareto line of each task and machine: up from the axis, then right and up to every point."""
+    fronts: dict[Hashable, list[Point]] = {}
+    for row, point in zip(rows, points, strict=True):
+        if row.on_front:
+            fronts.setdefault(row.peers, []).append(point)
+    return [_corners(sorted(front), bottom) for front in fronts.values()]
+
+
+def _corners(front: Sequence[Point], bottom: float) -> list[Point]:
     corners = [(front[0][0], bottom), front[0]]
     for x, y in front[1:]:
         corners += [(x, corners[-1][1]), (x, y)]
     return [*corners, (_RIGHT, corners[-1][1])]
 
 
-def _path(corners: Sequence[tuple[float, float]]) -> str:
+def _path(corners: Sequence[Point]) -> str:
     path = " ".join(f"{x:.1f} {y:.1f}" for x, y in corners)
-    return f'<path class="wb-front-line" d="M{path}"/>' if corners else ""
+    return f'<path class="wb-front-line" d="M{path}"/>'
 
 
 def _error_bar(x: float, low: float, high: float) -> Sequence[str]:

@@ -20,6 +20,7 @@ from workbench.ui.number_text import (
     speedup_text,
     three_digits,
 )
+from workbench.ui.runs.comparable import machine_of, task_of, timed_beside
 from workbench.units import counted, format_bytes, format_seconds
 
 TICK, CROSS = "\u2713", "\u2717"
@@ -56,7 +57,8 @@ class Row:
     """A run in the comparison. ``values`` are numbers in SI units or None, ``texts`` what people read, ``changes`` by
     how much numbers are more or less than the chosen baseline's, ``verdict`` why the run equals one device or not,
     ``note`` what its mark alone would hide. With several ``seeds``, ``values`` are means and ``spread`` has standard
-    deviations. ``steps`` says how many were trained, if fewer than planned."""
+    deviations. ``steps`` says how many were trained, if fewer than planned. ``peers`` is equal for measured runs of one
+    task on one machine, and ``on_front`` says that none of those beats the run; see ``with_fronts``."""
 
     key: str
     name: str
@@ -65,6 +67,7 @@ class Row:
     texts: Mapping[str, str]
     is_baseline: bool = False
     is_truth: bool = False
+    peers: Hashable = None
     on_front: bool = False
     equal: bool | None = None
     verdict: str = ""
@@ -104,28 +107,6 @@ def with_own_keys(runs: Iterable[RunRecord], taken: Iterable[str] = ()) -> list[
     return found
 
 
-def task_of(run: RunRecord) -> tuple[Hashable, ...]:
-    """What a run trains, but for the seed: model, number of parameters, optimizer and batch size."""
-    names = ("model", "num_parameters", "optimizer")
-    return *(run.settings.get(name) for name in names), run.batch_size
-
-
-def one_device_of(run: RunRecord, truths: Iterable[RunRecord]) -> RunRecord | None:
-    """The first of some one-device runs that trained what a run trains, with all its seeds; None without one."""
-    seeds = _seeds(run)
-    return next((truth for truth in truths if task_of(truth) == task_of(run) and seeds <= _seeds(truth)), None)
-
-
-def timed_beside(run: RunRecord, truths: Iterable[RunRecord]) -> RunRecord | None:
-    """``one_device_of`` on the machine of the run: the one whose speed the run's may be compared with."""
-    machine = run.settings.get("machine")
-    return one_device_of(run, [truth for truth in truths if truth.settings.get("machine") == machine])
-
-
-def _seeds(run: RunRecord) -> set[Hashable]:
-    return set(run.settings.get("seeds") or [run.settings.get("seed")])
-
-
 def pareto_front(memory_bytes: Sequence[float], samples_per_s: Sequence[float]) -> list[int]:
     """Indices of the points that no other one beats in both less memory and more throughput, by memory.
 
@@ -155,14 +136,12 @@ def run_rows(
         truth: key of the run on one device, which is compared with nothing; or several keys.
     """
     base, truths = next((run for run in runs if key_of(run) == baseline), None), _as_keys(truth)
-    measured = [run for run in runs if run.error is None and run.peak_memory_bytes and key_of(run) not in truths]
-    front = pareto_front([max(run.peak_memory_bytes) for run in measured], [run.samples_per_s for run in measured])
-    on_front = {key_of(measured[index]) for index in front}
     one_device = [run for run in runs if key_of(run) in truths and run.samples_per_s]
     rows = []
     for run in runs:
         over = base or timed_beside(run, one_device)
         key, values = key_of(run), _values(run, over)
+        is_measured = run.error is None and bool(run.peak_memory_bytes)
         rows.append(
             Row(
                 key,
@@ -172,7 +151,7 @@ def run_rows(
                 _texts(values, run, is_truth=key in truths),
                 is_baseline=bool(baseline) and key == baseline,
                 is_truth=key in truths,
-                on_front=key in on_front,
+                peers=(task_of(run), machine_of(run)) if is_measured and key not in truths else None,
                 equal=run.equal,
                 verdict=run.verdict.text,
                 note="" if key in truths else _mark_and_note(run)[1],
@@ -184,7 +163,17 @@ def run_rows(
                 steps=_steps_text(run),
             )
         )
-    return rows
+    return with_fronts(rows)
+
+
+def with_fronts(rows: Sequence[Row]) -> list[Row]:
+    """The rows, ``on_front`` those that none of their ``peers`` beats in both less memory and more throughput."""
+    found: set[str] = set()
+    for peers in {row.peers for row in rows} - {None}:
+        group = [row for row in rows if row.peers == peers]
+        memory, rates = ([row.values[name] or 0.0 for row in group] for name in ("peak_bytes", "samples_per_s"))
+        found |= {group[index].key for index in pareto_front(memory, rates)}
+    return [replace(row, on_front=row.key in found) for row in rows]
 
 
 def _as_keys(truth: str | Sequence[str]) -> Sequence[str]:
@@ -367,6 +356,18 @@ def rows_csv(rows: Sequence[Row]) -> str:
         equal = "" if row.equal is None else row.equal
         writer.writerow([row.name, row.detail, *numbers, equal, row.started, row.failure])
     return out.getvalue()
+
+
+def common_settings(runs: Sequence[RunRecord]) -> str:
+    """Models, batch sizes, ranks and days of some runs, on one line."""
+    models = {str(run.settings["model"]) for run in runs if "model" in run.settings}
+    batches, ranks = {run.batch_size for run in runs}, {run.num_ranks for run in runs}
+    days = sorted({run.started[:10] for run in runs if run.started})
+    parts = [", ".join(sorted(models)), f"batch {', '.join(map(str, sorted(batches)))}", "median after warm-up"]
+    parts.append(f"{', '.join(map(str, sorted(ranks)))} ranks")
+    if len(days) > 1:
+        parts.append(f"{days[0]} to {days[-1]}")
+    return " \u00b7 ".join(part for part in parts if part)
 
 
 def prediction_errors(rows: Sequence[Row]) -> tuple[float, float] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,21 +15,24 @@ from workbench.core.metrics import RunRecord
 from workbench.core.seeds import groups, over_seeds, with_seed
 from workbench.core.segments import by_strategy
 from workbench.session.comparison.compare import CompareResult
+from workbench.session.comparison.comparison import NO_STRATEGY
 from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.ui.assets import asset, element
 from workbench.ui.controls import bar, button, html, label, on_value
 from workbench.ui.failures import guarded
 from workbench.ui.page_link import Downloads
+from workbench.ui.runs.comparable import place_of, task_of
 from workbench.ui.runs.render_table import below_html, comparison_html, table_style
 from workbench.ui.runs.table_rows import (
     COLUMNS,
     Row,
+    common_settings,
     filter_rows,
     key_of,
     rows_csv,
     run_rows,
     sorted_rows,
-    task_of,
+    with_fronts,
     with_own_keys,
 )
 
@@ -72,7 +76,7 @@ class RunTable:
     ) -> None:
         self.runs: list[RunRecord] = []
         self._whole: dict[str, RunRecord] = {}  # by the key of a part
-        self._truths: dict[Any, RunRecord] = {}  # by task and seed
+        self._truths: dict[Any, RunRecord] = {}  # by task, place and seed
         self._groups: dict[str, list[RunRecord]] = {}  # by the key of a row, its runs; those on one device last
         self._every: list[RunRecord] = []  # the records of the rows
         self.sort, self.ascending = "samples_per_s", False
@@ -141,10 +145,14 @@ class RunTable:
     def add(
         self, runs: Iterable[RunRecord], truths: Sequence[RunRecord] = (), selected: RunRecord | None = None
     ) -> None:
-        """Append new runs, one row per strategy; ``truths`` are the runs on one device, one for each model and seed.
-        Records that the table has are left out. ``selected`` is one of the runs, whose last row is marked.
+        """Append new runs, one row per strategy. Records that the table has are left out; one of a run that had not
+        finished is replaced. Runs on one device, and those in ``truths``, are references: the newest of each task,
+        place and seed. ``selected`` is one of the runs, whose last row is marked.
         """
-        for run in runs:
+        listed = list(runs)
+        one_device = [run for run in listed if run.strategy == NO_STRATEGY]
+        for run in [run for run in listed if run.strategy != NO_STRATEGY]:
+            self.runs = [part for part in self.runs if not _is_earlier(part, run)]
             known = {key_of(part) for part in self.runs}
             parts = [part for part in by_strategy([run]) if not (part.run_id and key_of(part) in known)]
             if not run.run_id and self._key_of_whole(run) is not None:
@@ -152,7 +160,10 @@ class RunTable:
             parts = with_own_keys(parts, known)
             self.runs += parts
             self._whole |= {key_of(part): run for part in parts}
-        self._truths |= {(*task_of(truth), truth.settings.get("seed")): truth for truth in truths}
+        for truth in (*truths, *one_device):
+            key = task_of(truth), place_of(truth), truth.settings.get("seed")
+            if truth.started >= self._truths.get(key, truth).started:
+                self._truths[key] = truth
         if selected is not None:
             self.selected = self._key_of_whole(selected) or ""
         self.refresh()
@@ -169,10 +180,10 @@ class RunTable:
     @property
     def rows(self) -> list[Row]:
         """All rows that are not hidden and meet the filter, in the table's order."""
-        try:
-            return filter_rows(self._sorted(), self.filter_field.value)
-        except ValueError:
-            return self._sorted()
+        rows = self._sorted()
+        with suppress(ValueError):
+            rows = filter_rows(rows, self.filter_field.value)
+        return with_fronts(rows)
 
     def _sorted(self) -> list[Row]:
         truths = [key_of(truth) for truth in self._truths.values()]
@@ -186,7 +197,7 @@ class RunTable:
         found = [[run] for run in [*runs, *truths]] if is_apart else [*groups(runs), *groups(truths)]
         self._groups = {key_of(group[0]): group for group in found}
         self._every = [over_seeds(group)[0] for group in found]
-        if not self.runs:
+        if not self._every:
             self.box.children = (self._empty, self._loader)
             return
         self.box.children = self._parts
@@ -196,7 +207,7 @@ class RunTable:
             self.answer.value = ""
         self.page.page = self._page_html()
         self._show_controls()
-        self.facts.value = element("span", text=_facts(self.runs), css="wb-quiet")
+        self.facts.value = element("span", text=common_settings(runs or truths), css="wb-quiet")
 
     def _show_controls(self) -> None:
         truths = list(self._truths.values())
@@ -231,7 +242,7 @@ class RunTable:
 
     def static_html(self) -> str:
         """The table and the scatter for readers without a kernel."""
-        if not self.runs:
+        if not self._every:
             return ""
         return element("div", table_style(), self._page_html(), css="wb-comparison")
 
@@ -347,10 +358,10 @@ class RunTable:
     def _toggle_loader(self) -> None:
         hidden = self._loader.layout.display == "none"
         if hidden:
-            known = {key_of(run) for run in self.runs}
-            self.saved_list.options = [
-                (_saved_text(run), run.run_id) for run in reversed(list(self.saved)) if run.run_id not in known
-            ]
+            there = [*(self._whole[key_of(run)] for run in self.runs), *self._truths.values()]
+            known = {(run.run_id, run.error) for run in there}  # one that had not finished may have, by now
+            new = [run for run in self.saved if (run.run_id, run.error) not in known]
+            self.saved_list.options = [(_saved_text(run), run.run_id) for run in reversed(new)]
         self._loader.layout.display = "" if hidden else "none"
 
     def _add_chosen(self) -> None:
@@ -376,19 +387,12 @@ class RunTable:
             self._another(group)
 
 
+def _is_earlier(part: RunRecord, run: RunRecord) -> bool:
+    """Whether a row is of the same run, and from before its end."""
+    return bool(run.run_id) and part.run_id == run.run_id and part.error not in (None, run.error)
+
+
 def _saved_text(run: RunRecord) -> str:
     model = run.settings.get("model", "")
     state = "not finished" if run.error else f"{run.samples_per_s:.0f} samples/s"
     return f"{run.started[:16].replace('T', ' ')}  {run.name}  {model}  {run.num_ranks} ranks  {state}"
-
-
-def _facts(runs: list[RunRecord]) -> str:
-    """The settings that all runs have in common."""
-    models = {str(run.settings["model"]) for run in runs if "model" in run.settings}
-    batches, ranks = {run.batch_size for run in runs}, {run.num_ranks for run in runs}
-    days = sorted({run.started[:10] for run in runs if run.started})
-    parts = [", ".join(sorted(models)), f"batch {', '.join(map(str, sorted(batches)))}", "median after warm-up"]
-    parts.append(f"{', '.join(map(str, sorted(ranks)))} ranks")
-    if len(days) > 1:
-        parts.append(f"{days[0]} to {days[-1]}")
-    return " \u00b7 ".join(part for part in parts if part)
