@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from workbench.core.metrics import RunRecord
-from workbench.core.seeds import groups, over_seeds, seeds_of, with_seed, without_seed
+from workbench.core.seeds import groups, over_seeds, repeats_of, seeds_of, with_seed, without_seed
 from workbench.core.verdict import Verdict
 from workbench.errors import RunError
 
@@ -75,6 +75,12 @@ def test_groups_keep_the_order_and_take_each_seed_once():
     ]  # fmt: skip
     means = over_seeds([run(0), run(1)])
     assert over_seeds(means) == means
+
+
+def test_repeats_differ_in_their_seed_whatever_their_names_and_ends_are():
+    there = [run(0), run(1), replace(run(2), name="mine"), run(3, error="rank 1 died"), run(4, losses=(2.0,))]
+    others = [run(5, "model"), replace(run(6), num_ranks=4), run(7, settings={"seed": 7, "steps": 3})]
+    assert repeats_of(run(0), [*there, *others]) == there
 
 
 @pytest.mark.parametrize("last", [math.nan, math.inf, 1e300])

@@ -113,6 +113,7 @@ class FakeTrainer:
         self.layers, self.num_ranks, self.sample_shape = LAYERS, 2, (64,)
         self.baseline: RunRecord | None = None
         self.check_steps, self.compiles, self.seed = 20, False, 0
+        self.settings: dict[str, object] = {}  # of the task: a run of any other is refused
         self.seeds: list[int | None] = []
         self.runs: list[FakeRun] = []
         self.predicted: list[object] = []

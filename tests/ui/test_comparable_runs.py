@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.core.test_segments import RUN as CHANGED
 from tests.ui.conftest import make_record
+from tests.ui.reports import FakeTrainer
+from workbench.core.strategy import Strategy
 from workbench.session.comparison.comparison import NO_STRATEGY
 from workbench.session.comparison.saved_runs import SavedRuns
+from workbench.ui.runs.comparable import other_task
+from workbench.ui.runs.runs_section import PanelCallbacks, RunsSection
 from workbench.ui.runs.scatter_picture import scatter_picture
 from workbench.ui.runs.table_rows import run_rows
 from workbench.ui.runs.table_widget import RunTable
@@ -109,3 +115,37 @@ def test_a_run_whose_strategy_changed_is_offered_once(tmp_path: Path):
     table = RunTable(saved=saved)
     load(table, kept.run_id)
     assert len(table.rows) == 2 and offered(table) == []
+
+
+# ---- what is repeated -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"settings": {"model": "gpt", "loss": "mse_loss"}}, "its model is gpt, here it is mlp. Open in panel"),
+        ({"num_ranks": 4}, "its number of ranks is 4, here it is 2"),
+        ({"batch_size": 7}, "its batch size is 7, here it is 100"),
+    ],
+)
+def test_a_run_of_another_task_is_refused_with_both(trainer: FakeTrainer, changes: dict, words: str):
+    asked: list[object] = []
+    trainer.settings = {"model": "mlp", "batch_size": 100}
+    trainer.first_difference = lambda *of: asked.append(of)  # type: ignore[attr-defined]
+    part = RunsSection(trainer, 3, PanelCallbacks(lambda: (Strategy("*: data"), "data"), opened=asked.append))
+    table = part.table
+    table.add([make_record("data", equal=False, **changes)])
+    table.select("data")
+    for each in (table.part_button, table.again_button, table.seed_button):
+        table.show_answer("")
+        each.click()
+        assert words in table.answer.value
+    assert not asked and not trainer.runs
+
+
+def test_a_setting_of_several_lines_is_said_in_one():
+    run = make_record("data", settings={"optimizer": "def f(p):\n    return SGD(p)", "loss": "the model's own"})
+    assert other_task(run, 2, {"optimizer": "Adam", "loss": "mse_loss"}) == (
+        "its optimizer is def f(p): return SGD(p), here it is Adam; its loss is the model's own, here it is mse_loss"
+    )
+    assert other_task(run, 2, {}) == "", "nothing is known"

@@ -257,6 +257,33 @@ def test_another_seed_repeats_a_run_like_the_selected_ones(trainer: FakeTrainer,
     assert opened == ["*: data"] * 2
 
 
+@pytest.mark.parametrize("means", [True, False])
+def test_another_seed_is_none_that_is_there(part: RunsSection, trainer: FakeTrainer, means: bool):
+    """Also where its run is another row: of another name, without means, or beside a second run of a seed."""
+    seeds = {"data": 0, "data, seed 1": 1, "data (2)": 0, "mine": 2}
+    records = {name: make_record(name, strategy="*: data", settings={"seed": seed}) for name, seed in seeds.items()}
+    part.table.add([*records.values(), make_record("model", settings={"seed": 8})])
+    part.table.means.value = means
+    part.table.select("data (2)")
+    part.table.seed_button.click()
+    assert trainer.seeds == [3] and trainer.runs[-1].name == "data (2), seed 3"
+    finish(part, trainer)
+
+
+def test_run_again_has_the_steps_the_seed_and_the_compiling_of_the_run(trainer: FakeTrainer, editor: FakeEditor):
+    opened: list[str] = []
+    part = RunsSection(trainer, 3, PanelCallbacks(editor.wanted, opened=opened.append))
+    settings = {"seed": 4, "steps": 9, "compiled": True}
+    part.table.add([make_record("earlier", strategy="*: data", settings=settings)])
+    part.table.select("earlier")
+    part.table.again_button.click()
+    assert opened == ["*: data"] and trainer.seeds == [4] and trainer.compiles and part.live.history.num_steps == 9
+    assert trainer.runs[-1].name == "data, compiled, seed 4"
+    part.table.again_button.click()
+    assert "a run holds the engines" in part.table.answer.value and len(opened) == 1
+    finish(part, trainer)
+
+
 def test_a_run_can_have_a_seed_of_its_own(part: RunsSection, trainer: FakeTrainer):
     part.run(seed=5)
     assert trainer.seeds == [5] and trainer.runs[-1].name == "data, seed 5"
@@ -308,3 +335,8 @@ def test_the_answer_where_a_run_parts_begins_with_its_name_in_the_table(trainer:
     part.table.part_button.click()
     wait_until(lambda: "parts in" in part.table.answer.value, "the answer comes")
     assert "mine: *: data parts in a, seed 1" in part.table.answer.value
+    part.table.add([make_record("compiled", equal=False, settings={"seed": 1, "compiled": True})])
+    part.table.select("compiled")
+    part.table.part_button.click()
+    wait_until(lambda: "parts in" in part.table.answer.value, "the answer comes")
+    assert "compiled: without compiling, *: compiled parts in a" in part.table.answer.value

@@ -38,7 +38,7 @@ SEEDS = [with_seed(0), with_seed(1), with_seed(2)]
 
 @pytest.fixture
 def seeds(runs: list[RunRecord], baseline: RunRecord, tmp_path) -> RunTable:
-    made = RunTable(*[lambda run: None] * 2, saved=SavedRuns(tmp_path), another=lambda group: None)
+    made = RunTable(*[lambda run: None] * 2, saved=SavedRuns(tmp_path), another=lambda run: None)
     truths = [replace(baseline, name=f"1 device{n}", settings={"seed": n}, run_id=f"d{n}") for n in (0, 1, 2)]
     made.add([*SEEDS, runs[1]], truths)
     return made
@@ -87,13 +87,13 @@ def test_the_table_without_several_seeds_has_no_switch(runs: list[RunRecord]):
 
 
 def test_selecting_and_repeating_a_row_of_seeds():
-    asked: list[list[str]] = []
-    table = RunTable(another=lambda group: asked.append([run.name for run in group]))
+    asked: list[str] = []
+    table = RunTable(another=lambda run: asked.append(run.name))
     table.selected = "data-2"
     table.add(SEEDS)
     assert table.selected == "data-0", "the row that has this run"
     table.seed_button.click()
-    assert asked == [["data", "data, seed 1", "data, seed 2"]]
+    assert asked == ["data"]
     table.select("data-0")
     assert table.seed_button.disabled and table.seed_button.tooltip == "select a run first"
 

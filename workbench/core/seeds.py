@@ -87,6 +87,16 @@ def groups(runs: Iterable[RunRecord]) -> list[list[RunRecord]]:
     return found
 
 
+def repeats_of(run: RunRecord, runs: Iterable[RunRecord]) -> list[RunRecord]:
+    """The runs that differ from a run in their seed only, whatever their names are and how they ended.
+
+    >>> runs = [RunRecord(name, "*: data", 2, 8, settings={"seed": s}) for s, name in enumerate(["data", "mine"])]
+    >>> [each.name for each in repeats_of(runs[0], runs)]
+    ['data', 'mine']
+    """
+    return [each for each in runs if _training(each) == _training(run)]
+
+
 def over_seeds(runs: Iterable[RunRecord]) -> list[RunRecord]:
     """The runs, and in the place of several that differ in their seed only one record of means.
 
@@ -107,9 +117,13 @@ def _can_join(run: RunRecord) -> bool:
 
 
 def _key(run: RunRecord) -> str:
+    return json.dumps((without_seed(run), len(run.losses), _training(run)), sort_keys=True, default=repr)
+
+
+def _training(run: RunRecord) -> tuple[object, ...]:
+    """What a run was asked to train, but for the seed."""
     settings = {name: value for name, value in run.settings.items() if name not in _OTHERWISE_ALIKE}
-    parts = (without_seed(run), run.strategy, run.num_ranks, run.batch_size, len(run.losses), settings)
-    return json.dumps(parts, sort_keys=True, default=repr)
+    return run.strategy, run.num_ranks, run.batch_size, settings
 
 
 def _seeds(runs: Iterable[RunRecord]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from workbench.core.metrics import RunRecord
@@ -98,6 +98,7 @@ class OfflineTrainer:
             tuple(dataset[1:]) if is_shape(dataset) else first_batch(dataset, loss_fn, collate_fn).sample_shape
         )
         self.baseline: RunRecord | None = None
+        self.settings: Mapping[str, Any] = {}
 
     def start(self, *_args: Any) -> Any:
         """Raise ``SessionError``: there are no engines."""

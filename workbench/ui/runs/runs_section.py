@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -13,7 +13,7 @@ import ipywidgets as widgets
 
 from workbench.core.metrics import RunEvent, RunRecord
 from workbench.core.profile import Profile
-from workbench.core.seeds import seeds_of, with_seed, without_seed
+from workbench.core.seeds import repeats_of, seeds_of, with_seed, without_seed
 from workbench.core.strategy import Strategy
 from workbench.core.trace_events import chrome_trace
 from workbench.core.verdict import CHECKED_STEPS
@@ -26,12 +26,14 @@ from workbench.ui.live.history import Message
 from workbench.ui.live.poller import Poller, Run
 from workbench.ui.live.run_view import RunView
 from workbench.ui.page_restore import as_request
+from workbench.ui.runs.comparable import other_task
 from workbench.ui.runs.profile_section import ProfileSection
 from workbench.ui.runs.table_rows import key_of
 from workbench.ui.runs.table_widget import RunTable
-from workbench.ui.runs.trainer import OneDeviceSteps, Trainer
+from workbench.ui.runs.trainer import OneDeviceSteps, Trainer, predictions
 
 _BUSY = "a run holds the engines: ask again when it has ended"
+_ANOTHER_PANEL = "Open in panel takes its strategy; a panel of its model, data and ranks repeats it."
 
 
 @dataclass(frozen=True)
@@ -290,36 +292,49 @@ class RunsSection:
         self.table.add(self.runs, truths, self.runs[-1] if self.runs else None)
 
     def _run_again(self, run: RunRecord) -> None:
-        self._callbacks.opened(run.strategy)
-        if not self.busy:
-            self.run()
+        """Repeat a run with its steps and its seed."""
+        self._repeat(run, run.settings.get("seed"))
 
-    def _run_another(self, runs: Sequence[RunRecord]) -> None:
-        """Run a strategy like the last of these runs, with the seed behind theirs."""
-        if self.busy:
-            self.table.show_answer(_BUSY)
-            return
-        last, seeds = runs[-1], [run.settings.get("seed", self._trainer.seed) for run in runs]
-        self._callbacks.opened(last.strategy)
-        self.compile.value = bool(last.settings.get("compiled"))
-        self.run(last.settings.get("steps"), max(seeds) + 1, without_seed(last))
+    def _run_another(self, run: RunRecord) -> None:
+        """Repeat a run with the seed behind those of all runs that differ from it in their seed only."""
+        seeds = [each.settings.get("seed", self._trainer.seed) for each in repeats_of(run, self.table.runs)]
+        self._repeat(run, max(seeds) + 1, without_seed(run))
+
+    def _repeat(self, run: RunRecord, seed: int | None, name: str = "") -> None:
+        if not self._refuses(run):
+            self._callbacks.opened(run.strategy)
+            self.compile.value = bool(run.settings.get("compiled"))
+            self.run(run.settings.get("steps"), seed, name)
+
+    def _refuses(self, run: RunRecord) -> bool:
+        """Whether a run cannot be repeated here now; the table then says why."""
+        why = _BUSY if self.busy else ""
+        if other := other_task(run, self._trainer.num_ranks, self._trainer.settings):
+            why = f"{self._name_in_table(run)} is no run of this panel's training: {other}. {_ANOTHER_PANEL}"
+        if why:
+            self.table.show_answer(why)
+        return bool(why)
+
+    def _name_in_table(self, run: RunRecord) -> str:
+        return self.table.names.get(key_of(run), run.name)
 
     def _find_difference(self, run: RunRecord) -> None:
         """Find where a strategy parts from one device, in a thread, and show it below the table."""
-        if self.busy:
-            self.table.show_answer(_BUSY)
+        if self._refuses(run):
             return
-        name = self.table.names.get(key_of(run), run.name)
+        name = self._name_in_table(run)
         self.table.show_answer(f"{name}: takes one step, and the same step on one device \u2026")
-        work, asked = as_request(self._answer), (name, run.strategy, run.settings.get("seed"))
-        threading.Thread(target=work, args=asked, name="workbench-first-difference", daemon=True).start()
+        work = as_request(self._answer)
+        threading.Thread(target=work, args=(name, run), name="workbench-first-difference", daemon=True).start()
 
-    def _answer(self, name: str, text: str, seed: int | None) -> None:
+    def _answer(self, name: str, run: RunRecord) -> None:
+        asked = run.strategy, run.settings.get("seed")
         try:
-            found = getattr(self._trainer, "first_difference")(text, seed)  # noqa: B009 - a trainer need not have it
+            found = getattr(self._trainer, "first_difference")(*asked)  # noqa: B009 - a trainer need not have it
         except Exception as error:  # noqa: BLE001 - a model may fail in any way; the panel says how
             found = f"{type(error).__name__}: {error}"
-        self.table.show_answer(f"{name}: {found}")
+        without = "without compiling, " if run.settings.get("compiled") else ""
+        self.table.show_answer(f"{name}: {without}{found}")
 
     def _expect(self, estimate: Any, strategy: Strategy) -> None:
         """Show the prediction, and the stage of each rank."""
@@ -382,16 +397,3 @@ class RunsSection:
         self.apply_button.layout.display = self.keep_button.layout.display = "" if changing else "none"
         self.trace_button.disabled = not busy and not (self.live.history and self.live.history.traced)
         self.profile_section.refresh(busy)
-
-
-def predictions(estimate: Any) -> Mapping[str, float]:
-    """The numbers of an estimate for a record, see ``RunRecord.predicted``."""
-    if estimate is None:
-        return {}
-    return {
-        "step_s": estimate.step_s,
-        "samples_per_s": estimate.samples_per_s,
-        "peak_bytes": estimate.peak_bytes,
-        "boxed_bytes": estimate.boxed_bytes,
-        "bubble": estimate.bubble_s / estimate.step_s if estimate.step_s else 0.0,
-    }

@@ -62,7 +62,7 @@ class RunTable:
         saved: the runs of other days; new names are stored there.
         limit_bytes: memory of a rank, drawn as a line.
         part: (a run) -> finds where it parts from one device. None: no such button.
-        another: (runs of a strategy) -> runs it with a seed that they have not had. None: no such button.
+        another: (a run) -> runs its strategy with another seed. None: no such button.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RunTable:
         saved: SavedRuns | None = None,
         limit_bytes: float | None = None,
         part: Callable[[RunRecord], None] | None = None,
-        another: Callable[[Sequence[RunRecord]], None] | None = None,
+        another: Callable[[RunRecord], None] | None = None,
     ) -> None:
         self.runs: list[RunRecord] = []
         self._whole: dict[str, RunRecord] = {}  # by the key of a part
@@ -101,7 +101,7 @@ class RunTable:
         self._title_bar = bar(html('<span class="wb-title">Comparison</span>'), self.facts)
         self.open_button = button("Open in panel", lambda: self._with_selected(self._opened))
         self.again_button = button("Run again", lambda: self._with_selected(self._again))
-        self.seed_button = button("Another seed", self._run_another)
+        self.seed_button = button("Another seed", lambda: self._with_selected(self._another))
         self.means = widgets.Checkbox(True, description="mean over seeds", indent=False)
         self.means.tooltip = "one row for runs that differ in their seed only: mean and standard deviation"
         on_value(self.means, lambda change: self.refresh())
@@ -380,11 +380,6 @@ class RunTable:
         unequal = [run for run in self._groups.get(self.selected, ()) if run.equal is False]
         if unequal and self._part is not None:
             self._part(unequal[0])
-
-    def _run_another(self) -> None:
-        group = self._groups.get(self.selected)
-        if group and self._another is not None:
-            self._another(group)
 
 
 def _is_earlier(part: RunRecord, run: RunRecord) -> bool:

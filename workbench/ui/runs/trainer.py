@@ -35,6 +35,7 @@ class Trainer(Protocol):
 
     One device trains the first ``check_steps`` steps too, for the comparison; 0 for none. ``compiles``: whether runs
     that start from now on compile their step. ``seed``: the seed of runs that are started without one.
+    ``settings``: what it trains, as in ``RunRecord.settings``; empty if that is unknown.
     """
 
     layers: list[Layer]
@@ -44,6 +45,7 @@ class Trainer(Protocol):
     check_steps: int
     compiles: bool
     seed: int
+    settings: Mapping[str, Any]
 
     def start(
         self,
@@ -86,6 +88,7 @@ class SessionTrainer:
         self.num_ranks: int = session.num_engines
         self.sample_shape = subject.sample_shape
         self.seed = subject.job.seed
+        self.settings: Mapping[str, Any] = subject.settings()
         self.baseline: RunRecord | None = None
 
     @property
@@ -205,3 +208,16 @@ class _BackgroundRun:
         if self._run is None:
             raise RuntimeError("result(): the run has not begun. Ask once done() is true.")
         return self._run.result()
+
+
+def predictions(estimate: Any) -> Mapping[str, float]:
+    """The numbers of an estimate for a record, see ``RunRecord.predicted``."""
+    if estimate is None:
+        return {}
+    return {
+        "step_s": estimate.step_s,
+        "samples_per_s": estimate.samples_per_s,
+        "peak_bytes": estimate.peak_bytes,
+        "boxed_bytes": estimate.boxed_bytes,
+        "bubble": estimate.bubble_s / estimate.step_s if estimate.step_s else 0.0,
+    }
