@@ -122,3 +122,16 @@ def test_a_view_keeps_its_log_and_title_in_the_copy():
     view.finish(make_record("data"))
     copy = view.static_html()
     assert "*: &lt;data&gt;" in copy and "<svg" in copy and "step 1 \u00b7 paused" in copy and "<script" not in copy
+
+
+def test_the_copy_of_a_run_that_failed_says_why():
+    view = RunView(2)
+    for messages in ([], [block(0, (2.0,), memory=MEMORY)]):
+        view.begin("data", "*: data", 10)
+        view.add(messages)
+        view.fail(RuntimeError("no <room>\nat all"))
+        line = view.log.lines[-1]
+        assert (line.text, line.warns) == ("failed: RuntimeError: no <room>", True)
+        copy = view.static_html()
+        assert "failed: RuntimeError: no &lt;room&gt;" in copy and 'class="wb-failure"' in copy
+        assert ("<svg" in copy) == bool(messages), "there is nothing to draw before the first step"

@@ -92,3 +92,15 @@ def test_a_closed_session_is_said():
     view = LiveView(session)
     session.listeners[0](-1, RunEvent("closed", 0))
     assert "session of this view is closed" in view._hint.value and view._hint.layout.display == ""
+
+
+def test_a_loop_that_failed_is_not_shown_as_ended():
+    session = FakeSession()
+    view = LiveView(session)
+    (hear,) = session.listeners
+    hear(0, block(0, (2.0, 1.5), num_steps=0))
+    hear(-1, RunEvent("ended", 0, "rank 1: ValueError: no\nat all"))
+    assert 'class="wb-state failed"' in view.live.status.state.value
+    assert "failed <b>last report: step 2" in view.live.status.state.value
+    assert "failed: rank 1: ValueError: no<" in view.live.log_section.lines.value
+    assert "failed: rank 1: ValueError: no<" in view._static_bundle()["text/html"]

@@ -97,15 +97,24 @@ def failure_kind(error: BaseException) -> str:
     return ", ".join(sorted({failure.kind for failure in error.failures.values() if not failure.was_stopped}))
 
 
+def failure_lines(error: BaseException) -> list[str]:
+    """An error in words, at least one line: its message, after its type unless the message is of this package.
+
+    >>> failure_lines(ValueError("a < b"))
+    ['ValueError: a < b']
+    """
+    text = str(error).strip()
+    is_ours = isinstance(error, WorkbenchError) and text
+    return (text if is_ours else f"{type(error).__name__}: {text}".removesuffix(": ")).splitlines()
+
+
 def failure_html(error: BaseException) -> str:
     """An error as HTML: its first line, and behind a fold the rest and the traceback.
 
     >>> print(failure_html(ValueError("a < b")).partition("<details")[0])
     <div class="wb-failure"><div>ValueError: a &lt; b</div>
     """
-    text = str(error).strip()
-    is_ours = isinstance(error, WorkbenchError) and text
-    lines = (text if is_ours else f"{type(error).__name__}: {text}".removesuffix(": ")).splitlines()
+    lines = failure_lines(error)
     rest = "\n".join([*lines[_LONGEST_WORDS:], "".join(traceback.format_exception(error))])
     fold = element("details", element("summary", text="traceback"), element("pre", text=rest))
     return element("div", element("div", text="\n".join(lines[:_LONGEST_WORDS])), fold, css="wb-failure")

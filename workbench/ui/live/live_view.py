@@ -105,7 +105,11 @@ class LiveView(widgets.VBox):
             self._add(block)
         self._last = []
         self._log.close(error)
-        self.live.end("ended", f"last report: step {self._num_steps}")
+        if error is None:
+            self.live.end("ended", f"last report: step {self._num_steps}")
+        else:
+            self.live.log.say(f"failed: {error.splitlines()[0]}", warns=True)
+            self.live.end("failed", f"last report: step {self._num_steps}", "failed")
         if self._copy is not None:
             self._copy.update(self._static_bundle(), raw=True)
 

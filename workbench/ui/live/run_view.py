@@ -14,7 +14,7 @@ from workbench.core.metrics import RunEvent, RunRecord, StepBlock
 from workbench.theme import LIGHT, Palette
 from workbench.ui.assets import element
 from workbench.ui.controls import bar, html, on_value
-from workbench.ui.failures import failure_html, failure_kind, guarded
+from workbench.ui.failures import failure_html, failure_kind, failure_lines, guarded
 from workbench.ui.live import live_figure, overlays
 from workbench.ui.live.figure_layout import WIDE, Frame
 from workbench.ui.live.history import History, Message
@@ -187,6 +187,7 @@ class RunView:
     def fail(self, error: BaseException) -> None:
         """Show the error that ended the run, once."""
         self.failure.value = failure_html(error)
+        self.log.say(f"failed: {failure_lines(error)[0]}", warns=True)
         self.end("failed", failure_kind(error), "failed")
 
     # ---- a run goes on --------------------------------------------------------------------------------------------
@@ -343,12 +344,14 @@ class RunView:
         self.status.show_steps(step, num_steps, so_far_s, bool(self._ended))
 
     def static_html(self) -> str:
-        """The present view without scripts: title, picture, the log's first and last lines. Empty before a run."""
-        if self.history is None or not self.history.last_step:
+        """The view without scripts: title, failure, picture, the log's first and last lines. Empty before a run."""
+        if self.history is None:
             return ""
         log = element("pre", text="\n".join(f"{x.time}  {x.who:<5} {x.text}" for x in self.log.head_and_tail()))
-        picture = live_picture(self.history, self._one_device, *self._limit, self.log_scale.value)
-        return element("div", self.title.value, picture, value_curves(self.history), log, css="wb-static-run")
+        drawn = self.history, self._one_device, *self._limit, self.log_scale.value
+        picture = live_picture(*drawn) if self.history.last_step else ""
+        parts = self.title.value, self.failure.value, picture, value_curves(self.history), log
+        return element("div", *parts, css="wb-static-run")
 
     # ---- the page -------------------------------------------------------------------------------------------------
 
