@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -60,6 +61,19 @@ def test_a_step_of_unknown_length_says_no_rate(log: RunLog):
     assert texts(log) == []
     log.add_block(block(1, (1.5,)), 0.3)
     assert texts(log) == ["step 2 \u00b7 loss 1.5 \u00b7 500 samples/s"]
+
+
+def test_the_rate_does_not_take_a_short_batch_for_all(log: RunLog):
+    log.add_block(replace(block(0, (1.0,) * 3), samples=(128, 128, 1)), 0.0)
+    assert texts(log) == ["step 3 \u00b7 loss 1 \u00b7 640 samples/s"]
+
+
+def test_a_changed_strategy_is_not_measured_by_the_one_before(log: RunLog):
+    log.add_block(block(0, (1.0,) * 40, time_s=(0.01,) * 4, boxing_s=(0.0,) * 4), 0.0)
+    log.add_event(RunEvent("strategy", 40, "*: model"), "data", "model")
+    log.add_block(block(40, (1.0,) * 5, time_s=(0.2,) * 4, boxing_s=(0.0, 0.15, 0.15, 0.15)), 20.0)
+    assert texts(log)[-1] == "step 45 \u00b7 loss 1 \u00b7 500 samples/s"
+    assert not any(line.warns for line in log.lines), "no rank is slow: all steps of this strategy take as long"
 
 
 def test_a_rank_that_keeps_the_others_waiting_is_named(log: RunLog):

@@ -165,6 +165,24 @@ def test_a_run_that_is_stopped_while_it_is_paused_has_not_trained_in_the_pause(v
     assert "200 ms<" in view.status.elapsed.value
 
 
+def test_what_follows_the_last_step_is_no_training_time(view: RunView):
+    view.tick(1)
+    view.add([block(0, (2.0,) * 10)])
+    view.stopwatch.stop()
+    view.status.show_state("running", "comparing", "with one device")
+    view.tick(20)
+    view.see_status(True)
+    assert "comparing" in view.status.state.value and "100 %</b> 2.00 s<" in view.status.elapsed.value
+    view.finish(make_record("data", losses=(2.0,) * 10, step_times_s=(0.2,) * 10))
+    assert "finished" in view.status.state.value and "100 %</b> 2.00 s<" in view.status.elapsed.value
+
+
+def test_the_rate_of_one_device_does_not_take_a_short_batch_for_all(view: RunView):
+    steps = block(0, (3.0, 2.0, 1.0), time_s=(0.1,), boxing_s=(0.0,))
+    view.add_one_device(replace(steps, samples=(128, 128, 1)))
+    assert "1\u202f280 samples/s" in view.status.elapsed.value
+
+
 def test_the_end_shows_the_record(view: RunView):
     view.add([block(0, (2.0,))])
     view.finish(make_record("data"))

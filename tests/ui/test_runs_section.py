@@ -237,6 +237,15 @@ def test_steps_that_arrive_after_a_stop_do_not_hide_it(part: RunsSection, traine
     assert "stopping" not in part.live.status.state.value
 
 
+def test_the_comparison_with_one_device_is_no_training_time(part: RunsSection, trainer: FakeTrainer, monkeypatch):
+    part.run()
+    run, is_stopped = trainer.runs[-1], list[bool]()
+    result = run.result
+    monkeypatch.setattr(run, "result", lambda: (is_stopped.append(part.live.stopwatch.is_stopped), result())[1])
+    finish(part, trainer)
+    assert is_stopped == [True]
+
+
 def test_another_seed_repeats_a_run_like_the_selected_ones(trainer: FakeTrainer, editor: FakeEditor):
     opened: list[str] = []
     part = RunsSection(trainer, 3, PanelCallbacks(editor.wanted, changed=editor.changed, opened=opened.append))

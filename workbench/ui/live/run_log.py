@@ -47,7 +47,8 @@ class RunLog:
         self.count = 0
         self.lines: deque[Line] = deque(maxlen=MAX_LINES)
         self._now = now
-        self._recent: deque[float] = deque(maxlen=50)
+        self._times_s: deque[float] = deque(maxlen=50)  # of steps under the present strategy
+        self._rates: deque[float] = deque(maxlen=50)
         self._reported = self._warned = -1e9
         self._is_finite = True
 
@@ -60,6 +61,8 @@ class RunLog:
         """Append a change or a pause. ``before`` and ``after`` name the strategies."""
         step = f"step {event.step}"
         if event.kind == "strategy":
+            self._times_s.clear()
+            self._rates.clear()
             moved = format_bytes(event.boxed_bytes) if event.boxed_bytes else "0 B moved (every slice was local)"
             moved += " moved" if event.boxed_bytes else ""
             self.say(
@@ -87,14 +90,15 @@ class RunLog:
         for index, time_s in enumerate(block.step_times_s):
             self._watch(block, index, time_s, now_s)
             if time_s > 0:  # the first step of a user's loop has no known beginning
-                self._recent.append(time_s)
+                self._times_s.append(time_s)
+                self._rates.append(block.samples[index] / time_s)
         if self._is_finite:
             self._watch_loss(block)
-        if now_s - self._reported >= _STEPS_EVERY_S and self._recent:
+        if now_s - self._reported >= _STEPS_EVERY_S and self._rates:
             self._reported = now_s
             losses = [loss for loss in block.losses if loss is not None]
             loss = f" \u00b7 loss {losses[-1]:.4g}" if losses else ""
-            rate = three_digits(block.samples[-1] / median(self._recent))
+            rate = three_digits(median(self._rates))
             self.say(f"step {block.stop_step}{loss} \u00b7 {rate} samples/s")
 
     def _watch_loss(self, block: StepBlock) -> None:
@@ -107,9 +111,9 @@ class RunLog:
                 return
 
     def _watch(self, block: StepBlock, index: int, time_s: float, now_s: float) -> None:
-        if len(self._recent) < 10 or now_s - self._warned < _SLOW_EVERY_S or block.num_ranks < 2:
+        if len(self._times_s) < 10 or now_s - self._warned < _SLOW_EVERY_S or block.num_ranks < 2:
             return
-        if time_s < _SLOW * median(self._recent) or time_s < _LEAST_SLOW_S:
+        if time_s < _SLOW * median(self._times_s) or time_s < _LEAST_SLOW_S:
             return
         boxing = [rank[index] for rank in block.boxing_s]
         slow = min(range(len(boxing)), key=boxing.__getitem__)

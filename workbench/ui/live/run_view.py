@@ -21,6 +21,7 @@ from workbench.ui.live.history import History, Message
 from workbench.ui.live.live_picture import live_picture
 from workbench.ui.live.run_log import LogSection, RunLog
 from workbench.ui.live.run_status import RunStatus, device_line, title_html
+from workbench.ui.live.stopwatch import Stopwatch
 from workbench.ui.live.timeline_bars import timeline_bars
 from workbench.ui.live.value_curves import value_curves
 from workbench.ui.number_text import three_digits
@@ -63,8 +64,7 @@ class RunView:
         self.history: History | None = None
         self.log_section = LogSection(num_ranks)
         self._clock = time.monotonic
-        self._started_s = self._paused_s = 0.0
-        self._paused_at: float | None = None
+        self.stopwatch = Stopwatch(lambda: self._clock())
         self._drawn_s = dict.fromkeys(INTERVALS_S, 0.0)
         self._versions: dict[str, int] = {}
         self._step_shown = -1
@@ -131,14 +131,13 @@ class RunView:
         self.history = History(num_steps, self._num_ranks, title)
         self.log_section.clear()
         self.log.say(title if text in title else f"{title}: {text}")
-        self._started_s, self._paused_s, self._paused_at, self._compiles = self._clock(), 0.0, None, (-1, "")
-        self._label, self._versions, self._one_device, self._ended = title, {}, [], ""
-        self._num_runs += 1
+        self.stopwatch.start()
+        self._label, self._versions, self._one_device, self._ended, self._compiles = title, {}, [], "", (-1, "")
+        self._num_runs, self._step_shown = self._num_runs + 1, -1
         self._expected = self._limit_at = self._record = None
         self.title.value = title_html([title], text)
         self.status.clear(num_steps)
         self.failure.value = self.devices.value = self.values.value = ""
-        self._step_shown = -1
         self.status.show_state("running", "running", hint)
         self._begin_figure()
         self.log_section.show()
@@ -178,8 +177,8 @@ class RunView:
 
     def end(self, word: str, detail: str, css: str = "done") -> None:
         """Show all steps after the last one, also in pages that open later."""
-        self._paused_s += 0.0 if self._paused_at is None else self._clock() - self._paused_at
-        self._ended, self._paused_at, self._seen = word, None, True
+        self.stopwatch.stop()
+        self._ended, self._seen = word, True
         self.status.show_state(css, word, detail)
         self.draw(everything=True)
         self._draw_marks()
@@ -224,9 +223,9 @@ class RunView:
         self._one_device += [loss for loss in block.losses if loss is not None]
         if not (block.stop_step == block.num_steps or (self._status_seen and self._is_due("progress"))):
             return
-        step_s = max(median(block.step_times_s), 1e-9)
-        rate = f"{three_digits(block.samples[-1] / step_s)} samples/s"
-        left_s = step_s * (block.num_steps - block.stop_step)
+        times_s = [max(time_s, 1e-9) for time_s in block.step_times_s]
+        rate = f"{three_digits(median(n / s for n, s in zip(block.samples, times_s, strict=True)))} samples/s"
+        left_s = median(times_s) * (block.num_steps - block.stop_step)
         self.status.show_phase("one device first", block.stop_step, block.num_steps, rate, left_s)
         self._show_one_device(block.stop_step)
 
@@ -249,7 +248,7 @@ class RunView:
         is_first = not self.history.last_step
         self.history.add(messages)
         if is_first and self.history.last_step:  # the one-device run's time does not count
-            self._started_s = self._clock() - sum(sum(m.step_times_s) for m in messages if isinstance(m, StepBlock))
+            self.stopwatch.start(sum(sum(m.step_times_s) for m in messages if isinstance(m, StepBlock)))
         for message in messages:
             if isinstance(message, StepBlock):
                 self.log.add_block(message, self._clock())
@@ -270,10 +269,10 @@ class RunView:
             self._compiles = event.step, event.text
             self._show_progress()
         elif event.kind == "paused":
-            self._paused_at = self._clock()
+            self.stopwatch.pause()
             self.status.show_state("paused", "paused", f"after step {event.step}")
-        elif event.kind == "running" and self._paused_at is not None:
-            self._paused_s, self._paused_at = self._paused_s + self._clock() - self._paused_at, None
+        elif event.kind == "running" and self.stopwatch.is_paused:
+            self.stopwatch.resume()
             self.status.show_state("running", "running", f"step {event.step}")
         self._draw_marks()
 
@@ -323,7 +322,7 @@ class RunView:
             return
         with self.shown.drawing() as figure:
             overlays.show_changes(figure, self.history.changes, self._colours)
-            overlays.show_pause(figure, self._paused_at is not None, self._colours)
+            overlays.show_pause(figure, self.stopwatch.is_paused, self._colours)
             overlays.show_limit(figure, self._limit_at, *self._limit, self._colours)
             overlays.show_stages(figure, self._places, self._colours)
 
@@ -337,11 +336,10 @@ class RunView:
     def _show_progress(self, last_step: int = 0) -> None:
         assert self.history is not None
         step, num_steps = last_step or self.history.last_step, self.history.num_steps
-        if self._paused_at is None and not self._ended:
+        if not (self.stopwatch.is_paused or self.stopwatch.is_stopped):
             word = f"compiling part {self._compiles[1]}" if step <= self._compiles[0] else "running"
             self.status.show_state("running", word, f"step {step}" + (f" of {num_steps}" if num_steps else ""))
-        so_far_s = self._clock() - self._started_s - self._paused_s
-        self.status.show_steps(step, num_steps, so_far_s, bool(self._ended))
+        self.status.show_steps(step, num_steps, self.stopwatch.seconds, self.stopwatch.is_stopped)
 
     def static_html(self) -> str:
         """The view without scripts: title, failure, picture, the log's first and last lines. Empty before a run."""

@@ -260,6 +260,7 @@ class RunsSection:
             self.live.add(found, lambda text: self._names.get(text, text))
 
     def _on_trained(self) -> None:
+        self.live.stopwatch.stop()
         self.live.status.is_stopping = False
         if self._trainer.check_steps:
             self.live.status.show_state("running", "comparing", "with one device")
