@@ -8,11 +8,15 @@ _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _COUNT_UNITS = ("", "k", "M", "B", "T")
 
 
-def _three_digits(value: float) -> str:
-    """``value`` in at most three significant digits: 1234 -> '1234', 12.34 -> '12.3', 0.1234 -> '0.123'."""
+def format_number(value: float, grouping: str = "") -> str:
+    """A number in three significant digits, from 100 on whole: 12.34 -> ``'12.3'``, 0.4 -> ``'0.4'``.
+
+    >>> format_number(1234.5), format_number(1234.5, grouping=",")
+    ('1234', '1,234')
+    """
     magnitude = abs(value)
     if magnitude >= 99.95 or value == 0:
-        return f"{value:.0f}"
+        return f"{value:{grouping}.0f}"
     if magnitude >= 9.995:
         return f"{value:.1f}"
     if magnitude >= 0.9995:
@@ -31,7 +35,7 @@ def _scale(value: float, units: tuple[str, ...]) -> tuple[float, str]:
 def format_bytes(size_bytes: float) -> str:
     """Bytes in decimal units: ``format_bytes(8_480_000)`` -> ``'8.48 MB'``; ``0`` -> ``'0 B'``."""
     value, unit = _scale(size_bytes, _BYTE_UNITS)
-    return f"{int(value)} B" if unit == "B" else f"{_three_digits(value)} {unit}"
+    return f"{int(value)} B" if unit == "B" else f"{format_number(value)} {unit}"
 
 
 def byte_scale(largest_bytes: float) -> tuple[float, str]:
@@ -50,14 +54,14 @@ def format_seconds(time_s: float) -> str:
         return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
     for factor, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(time_s) >= 0.9995 * factor:
-            return f"{_three_digits(time_s / factor)} {unit}"
-    return f"{_three_digits(time_s / 1e-9)} ns"
+            return f"{format_number(time_s / factor)} {unit}"
+    return f"{format_number(time_s / 1e-9)} ns"
 
 
 def format_count(count: float) -> str:
     """A count: ``format_count(8_480_000)`` -> ``'8.48 M'``; ``512`` -> ``'512'``."""
     value, unit = _scale(count, _COUNT_UNITS)
-    return f"{int(value)}" if not unit else f"{_three_digits(value)} {unit}"
+    return f"{int(value)}" if not unit else f"{format_number(value)} {unit}"
 
 
 def counted(count: int, noun: str) -> str:

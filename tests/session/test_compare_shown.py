@@ -9,7 +9,7 @@ import pytest
 
 from workbench.core.metrics import RunRecord
 from workbench.core.verdict import Verdict
-from workbench.session.comparison.compare import CompareResult
+from workbench.session.comparison.compare import CompareResult, _Progress
 
 LONG = "; ".join(f"layers.{number}: data@{number % 2}" for number in range(20))
 
@@ -57,3 +57,10 @@ def test_json_of_older_versions_is_read() -> None:
     result = a_result_that_is_not_finite()
     parts = {"baseline": None, "runs": [run.to_dict() for run in result.runs], "settings": result.settings}
     assert repr(CompareResult.from_json(json.dumps(parts)).runs) == repr(result.runs)
+
+
+def test_less_than_one_sample_per_second_is_not_shown_as_none(capsys: pytest.CaptureFixture[str]):
+    run = RunRecord("data", LONG, 2, 16, samples_per_s=0.4)
+    assert "<td>0.4</td>" in CompareResult(None, [run])._repr_html_()
+    _Progress(1)(run, 2.0)
+    assert "data: 0.4 samples/s" in "".join(capsys.readouterr())

@@ -187,6 +187,24 @@ def test_losses_of_any_kind_stay_in_the_picture(losses: tuple[float, ...]):
     assert points and all(0 <= x <= 346 and 0 <= y <= 236 for x, y in points)
 
 
+@pytest.mark.parametrize(
+    "losses",
+    [
+        ((2e-13, 1e-13), (2e-13, 1e-13)),
+        ((1.0,), (1.0 + 2e-16,)),
+        ((-1.0,), (-1.0 - 2e-16,)),
+        ((3e-14,), (3e-14 + 1e-29,)),
+        ((-3e-14,), (-3e-14,)),
+    ],
+)
+def test_tiny_losses_and_losses_that_hardly_differ_have_an_axis(losses: tuple[tuple[float, ...], ...]):
+    runs = [make_record(f"run {n}", losses=own, step_times_s=(0.1,) * len(own)) for n, own in enumerate(losses)]
+    loss, _ = pictures(*runs)
+    assert all(0 <= x <= 346 and 24 <= y <= 200 for line in curves(loss).values() for x, y in line)
+    numbers = [text.text for text in loss.iter("text") if text.get("class") == "quiet end" and text.text != "step"]
+    assert len(numbers) == len(set(numbers)) >= 2
+
+
 def test_of_many_runs_some_are_drawn_and_without_steps_none():
     loss, _ = pictures(*(make_record(f"run {n}") for n in range(11)))
     assert len(curves(loss)) == 8 and "3 rows not drawn" in ElementTree.tostring(loss, encoding="unicode")

@@ -164,7 +164,15 @@ def test_copies_on_one_page_have_hatchings_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("largest", "marks"), [(1.96, [0, 0.5, 1, 1.5]), (0, [0]), (100, [0, 25, 50, 75, 100]), (7, [0, 2, 4, 6])]
+    ("largest", "marks"),
+    [
+        (1.96, [0, 0.5, 1, 1.5]),
+        (0, [0]),
+        (100, [0, 25, 50, 75, 100]),
+        (7, [0, 2, 4, 6]),
+        (3e-13, [0, 1e-13, 2e-13, 3e-13]),
+        (1e7, [0, 2.5e6, 5e6, 7.5e6, 1e7]),
+    ],
 )
 def test_ticks_are_round(largest: float, marks: list[float]):
     assert ticks(largest) == marks

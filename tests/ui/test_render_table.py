@@ -100,6 +100,10 @@ def test_text_fits_a_terminal(runs: list[RunRecord], baseline: RunRecord):
     assert "8.00 MB" in text and "1.25x" in text and "baseline" in text and "stage 9" in text
 
 
+def test_less_than_one_sample_per_second_is_not_written_as_none():
+    assert " 0.4 " in comparison_table_text([make_record("data", samples_per_s=0.4)])
+
+
 def test_a_long_note_has_a_line_of_its_own(runs: list[RunRecord]):
     grown = replace(runs[0], loss_difference=2e-2, verdict=Verdict(True, grown=True, note="then nan"))
     _, figures, note, other = comparison_table_text([grown, runs[1]]).splitlines()

@@ -23,7 +23,7 @@ from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.session.comparison.subject import StrategyLike, Subject
 from workbench.session.output.start_progress import progress_stream
 from workbench.session.output.tracebacks import explained_interrupt
-from workbench.units import format_bytes
+from workbench.units import format_bytes, format_number
 from workbench.writers.choose import Log, writers
 
 if TYPE_CHECKING:
@@ -107,9 +107,10 @@ class CompareResult:
 def _shown_row(run: RunRecord, is_baseline: bool) -> dict[str, str]:
     """The columns that people look at first, as they read them."""
     verdict = "reference" if is_baseline else _verdict(run)
+    rate = f"{format_number(run.samples_per_s, grouping=',')}{_spread_text(run, 'samples_per_s')}"
     return {
         "strategy": run.name,
-        "samples/s": f"{run.samples_per_s:,.0f}{_spread_text(run, 'samples_per_s')}" if run.samples_per_s else "",
+        "samples/s": rate if run.samples_per_s else "",
         "speed-up": f"{run.speedup:.2f}\u00d7" if run.speedup is not None else "",
         "peak per rank": format_bytes(max(run.peak_memory_bytes)) if run.peak_memory_bytes else "",
         "boxed per step": format_bytes(run.boxed_bytes_per_step) if run.error is None else "",
@@ -290,8 +291,9 @@ class _Progress:
     def __call__(self, run: RunRecord, time_s: float) -> None:
         self.done += 1
         verdict = "failed" if run.error else _verdict(run)
+        rate = format_number(run.samples_per_s)
         print(
-            f"[{self.done}/{self.total}] {run.name}: {run.samples_per_s:.0f} samples/s, {verdict} ({time_s:.1f} s)",
+            f"[{self.done}/{self.total}] {run.name}: {rate} samples/s, {verdict} ({time_s:.1f} s)",
             file=progress_stream(),
         )
 

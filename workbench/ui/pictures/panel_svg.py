@@ -76,10 +76,27 @@ def ticks(largest: float, wanted: int = 4) -> list[float]:
     """
     if largest <= 0:
         return [0.0]
-    rough = largest / wanted
-    power = 10.0 ** floor(log10(rough))
+    step, decimals = _round_step(largest, wanted)
+    return [round(step * number, decimals) for number in range(floor(largest / step * 1.0001) + 1)]
+
+
+def _round_step(length: float, wanted: int) -> tuple[float, int]:
+    """A round number of which about ``wanted`` fit into ``length``, and the decimals of its multiples."""
+    rough = length / wanted
+    exponent = floor(log10(rough))
+    power = 10.0**exponent
     step = next((factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999), 10 * power)
-    return [round(step * number, 12) for number in range(floor(largest / step * 1.0001) + 1)]
+    return step, 1 - exponent
+
+
+def span(low: float, high: float) -> float:
+    """``high - low`` for an axis. Of numbers that hardly differ it is their size: labels have six digits.
+
+    >>> span(1.0, 3.0), span(-2.0, -2.0)
+    (2.0, 2.0)
+    """
+    size = max(abs(low), abs(high)) or 1.0
+    return high - low if high - low > 1e-5 * size else size
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +112,7 @@ class Axis:
     def over(cls, values: Sequence[float], start: float, end: float) -> Axis:
         """The axis for these numbers. It begins at zero, unless that leaves its lower half empty."""
         least, most = min(values), max(values) or 1.0
-        low = 0.0 if least < most / 2 else least - 0.25 * (most - least or least)
+        low = 0.0 if least < most / 2 else least - 0.25 * span(least, most)
         return cls(low, most + 0.1 * (most - low), start, end)
 
     def at(self, value: float) -> float:
@@ -104,9 +121,9 @@ class Axis:
 
     def ticks(self, wanted: int = 4) -> list[float]:
         """Round numbers in between."""
-        step = [*ticks(self.high - self.low, wanted), self.high][1]
+        step, decimals = _round_step(self.high - self.low, wanted)
         first = ceil(self.low / step - 1e-9)
-        return [round(step * number, 12) for number in range(first, floor(self.high / step + 1e-9) + 1)]
+        return [round(step * number, decimals) for number in range(first, floor(self.high / step + 1e-9) + 1)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ def _axis(values: np.ndarray) -> panel_svg.Axis:
     low, high = float(values.min()), float(values.max())
     if low >= 0:
         return panel_svg.Axis.over([low, high], _BOTTOM, _TOP)
-    margin = 0.1 * (high - low or 1.0)
+    margin = 0.1 * panel_svg.span(low, high)
     return panel_svg.Axis(low - margin, high + margin, _BOTTOM, _TOP)
 
 

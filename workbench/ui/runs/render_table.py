@@ -28,7 +28,7 @@ from workbench.ui.runs.table_rows import (
     sorted_rows,
     with_own_keys,
 )
-from workbench.units import format_bytes
+from workbench.units import format_bytes, format_number
 
 WIDTHS = (152, 66, 72, 68, 54, 60, 70, 54, 80, 70, 98)
 """Pixels of the columns behind the first, which has the names and all the width that is left."""
@@ -123,7 +123,7 @@ def comparison_table_text(runs: Sequence[RunRecord], baseline: RunRecord | None 
         if len(difference) > _EQUAL_CHARS - 1:
             difference, _, note = difference.partition(", ")
         lines.append(
-            f"{_named(run)}{run.samples_per_s:>10.0f}{speedup:>10}{_peak(run):>11}"
+            f"{_named(run)}{format_number(run.samples_per_s):>10}{speedup:>10}{_peak(run):>11}"
             f"{format_bytes(run.boxed_bytes_per_step):>12}{difference:>{_EQUAL_CHARS}}"
         )
         lines += [f"{note:>80}"] if note else []

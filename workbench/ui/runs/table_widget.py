@@ -20,6 +20,7 @@ from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.ui.assets import asset, element
 from workbench.ui.controls import bar, button, html, label, on_value
 from workbench.ui.failures import guarded
+from workbench.ui.number_text import three_digits
 from workbench.ui.page_link import Downloads
 from workbench.ui.runs.comparable import place_of, task_of
 from workbench.ui.runs.render_table import below_html, comparison_html, table_style
@@ -389,5 +390,5 @@ def _is_earlier(part: RunRecord, run: RunRecord) -> bool:
 
 def _saved_text(run: RunRecord) -> str:
     model = run.settings.get("model", "")
-    state = "not finished" if run.error else f"{run.samples_per_s:.0f} samples/s"
+    state = "not finished" if run.error else f"{three_digits(run.samples_per_s)} samples/s"
     return f"{run.started[:16].replace('T', ' ')}  {run.name}  {model}  {run.num_ranks} ranks  {state}"
