@@ -16,6 +16,7 @@ from workbench.core.model_costs import Extent, LayerCost, ModelCosts
 from workbench.cost.hardware_files import load_hardware
 from workbench.errors import StrategyError
 from workbench.session.comparison.saved_runs import SavedRuns
+from workbench.ui import panel as panel_module
 from workbench.ui import strategy_editor
 from workbench.ui.failures import Failures, failure_html, guarded
 from workbench.ui.live.run_view import RunView
@@ -86,7 +87,7 @@ CALLBACKS: list[tuple[str, Callable[[Panel], None], Target, Callable[[Panel], No
     ("a search", untouched, (PanelState, "look_for"), lambda p: say(p, event="find", value="fc1")),
     ("a selected row", untouched, (strategy_editor.StrategyEditor, "_show_tensor"),
      lambda p: say(p, event="select", rows=["fc1"])),
-    ("the static copy", untouched, (Panel, "_static_bundle"), lambda p: p._write_soon()),
+    ("the static copy", untouched, (panel_module, "static_html"), lambda p: p._copy._write_soon()),
     ("a preset", untouched, (strategy_editor, "grid_view"), lambda p: p._editor.controls.presets["model"].click()),
     ("undo", toggled, (strategy_editor, "grid_view"),
      lambda p: p._editor.controls.undo.click()),
@@ -151,7 +152,7 @@ def test_a_callback_that_fails_is_shown(panel: Panel, prepare: Callable[[Panel],
 
 def assert_shown(panel: Panel, name: str, target: Target, act: Callable[[Panel], None]) -> None:
     """The panel shows what has broken until the reader closes the box."""
-    panel._handle = FakePage()
+    panel._copy._handle = FakePage()
     with pytest.MonkeyPatch.context() as broken:
         broken.setattr(*target, fail)
         act(panel)

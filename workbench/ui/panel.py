@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import ipywidgets as widgets
-from IPython.display import display
 
 from workbench.core.metrics import RunEvent, RunRecord
 from workbench.core.model_costs import ModelCosts
@@ -30,6 +29,7 @@ from workbench.ui.planning import offline_trainer
 from workbench.ui.planning.predictor import Predictor
 from workbench.ui.runs.runs_section import PanelCallbacks, RunsSection
 from workbench.ui.runs.trainer import SessionTrainer, Trainer
+from workbench.ui.static_copy import StaticCopy
 from workbench.ui.static_panel import check_text, static_html, static_text
 from workbench.ui.strategy.state import PanelState
 from workbench.ui.strategy_editor import StrategyEditor, facts_of
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-_STATIC_DELAY_S = 0.5
 _COUNTING_S = 10.0
 """A run that starts right after the panel waits so long for its prediction."""
 
@@ -144,17 +143,16 @@ class Panel(widgets.VBox):
             "optimizer_fn": optimizer_fn, "collate_fn": collate_fn, "count": count,
             "batch_size": batch_size, "steps": steps, "seed": seed,
         }  # fmt: skip
-        self._handle: Any = None
-        self._timer: threading.Timer | None = None
         self._no_run = offline_trainer.NO_ENGINES if is_offline else ""
         self._failures = Failures()
         guard = self._failures.guard
-        self._write_soon = guard(self._write_static)
         callbacks = PanelCallbacks(
             self.wanted, guard(self.estimate), guard(self.changed), self.load, lambda: predictor.limit
         )
         with self._failures.collecting():
+            self._copy = StaticCopy(self._static_bundle, lambda: self.running)
             self._runs_section = RunsSection(trainer, steps, callbacks, saved)
+            self._runs_section.table.changed = self._copy.keep
             self._editor = StrategyEditor(
                 trainer.layers,
                 trainer.num_ranks,
@@ -164,7 +162,7 @@ class Panel(widgets.VBox):
                 title=panel_texts.title(model_fn, trainer, batch_size),
                 on_run=self._on_run,
                 on_theme=self._on_page,
-                on_change=self._keep_static,
+                on_change=self._copy.keep,
                 no_run=self._no_run,
                 calibrate=None if session is None else lambda: offline_trainer.measured(session),
                 count=offline_trainer.sent_counter(*job, batch_size, None if session else predictor.machine),
@@ -351,7 +349,7 @@ class Panel(widgets.VBox):
             self.tabs.chosen = "strategy" if self._runs_section.is_changing else "live"
         self._was = now
         self.tabs.show_counts(len(self.runs))
-        self._keep_static()
+        self._copy.keep()
 
     def load(self, text: str) -> None:
         """Load the text of a strategy; undo restores the one before."""
@@ -366,7 +364,7 @@ class Panel(widgets.VBox):
         self._editor.is_shown = True
         display_widget(self)
         self._editor.refresh()
-        self._handle = display(self._static_bundle(), raw=True, display_id=True)
+        self._copy.display()
 
     def _on_page(self, colours: Palette) -> None:
         """Handle a page that shows the panel, or that has another theme."""
@@ -380,17 +378,3 @@ class Panel(widgets.VBox):
         check = "" if self._is_offline else check_text(self.check_steps)
         html = static_html(self.state.text, self._editor.view(), predicted, runs, check)
         return {"text/html": html, "text/plain": static_text(self.state.text, self.runs, self.baseline, check)}
-
-    def _keep_static(self) -> None:
-        """Update the static copy soon, between runs only. A saved notebook shows it."""
-        if self._handle is None or self._timer is not None or self.running:
-            return
-        self._timer = threading.Timer(_STATIC_DELAY_S, self._write_soon)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _write_static(self) -> None:
-        self._timer = None
-        if self._handle is None or self.running:
-            return
-        self._handle.update(self._static_bundle(), raw=True)

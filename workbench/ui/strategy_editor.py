@@ -78,7 +78,7 @@ class StrategyEditor:
         apply: widgets.Button | None = None,
     ) -> None:
         self._lock = threading.RLock()
-        self.bytes = ByteCounter(count, guarded(self._show_counted), self._is_busy) if count else None
+        self.bytes = ByteCounter(count, guarded(self._show_change), self._is_busy) if count else None
         self.is_shown, self._last_valid = False, ("", 0)
         self._facts, self._predictor = facts, predictor
         self._on_run, self._on_theme, self._on_change, self._no_run = on_run, on_theme, on_change, no_run
@@ -94,11 +94,11 @@ class StrategyEditor:
         self.grid = LayerGrid(self._on_event)
         self.tensor = html("", "wb-tensor-host")
         self.predictions = html("", "wb-predictions-host")
-        self.machine = MachineBar(predictor, num_ranks, self.refresh, self._set_num_ranks)
+        self.machine = MachineBar(predictor, num_ranks, self._show_change, self._set_num_ranks)
         self.measure = button("Measure this machine", self.calibrate, "wb-measure")
         self.machine.which.children = [*self.machine.which.children, self.measure]
         self._in_thread = guarded(self._measure)
-        self.planner = PlannerSection(predictor, self._take_plan, self.refresh, search)
+        self.planner = PlannerSection(predictor, self._take_plan, self._show_change, search)
         below = (self.machine.box, self.predictions, self.planner.box)
         self.children = [*self.controls.bars, self.script.box, self.grid, self.tensor, *below]
         self.refresh()
@@ -144,7 +144,7 @@ class StrategyEditor:
         """Take the costs of the model's layers, or the reason why they cannot be counted."""
         with self._lock:
             self._predictor.costs, self._predictor.problem = costs, problem
-            self.refresh()
+            self._show_change()
 
     def forbid_runs(self, why: str) -> None:
         """Refuse runs from now on, and show the reason."""
@@ -164,7 +164,7 @@ class StrategyEditor:
             if (plan.problem.num_ranks, plan.problem.precision) == now:
                 self.edit(lambda state: state.set_planned(plan.strategy))
             else:
-                self.refresh()
+                self._show_change()
 
     def _set_num_ranks(self, num_ranks: int) -> None:
         self.edit(lambda state: state.set_num_ranks(num_ranks))
@@ -184,7 +184,7 @@ class StrategyEditor:
             self._predictor.no_machine = f"the machine could not be measured: {error}"
         finally:
             self._is_measuring = False
-            self.refresh()
+            self._show_change()
 
     def view(self) -> dict[str, Any]:
         """The content of the grid, also for the static copy."""
@@ -330,7 +330,8 @@ class StrategyEditor:
         """Whether a run, a measurement or a call of the session needs the processors: none waits for a count."""
         return self.busy() or self._is_measuring or self.has_calls()
 
-    def _show_counted(self) -> None:
+    def _show_change(self) -> None:
+        """Show and report a change of anything but the strategy: the machine, bytes, costs, the plan."""
         self.refresh()
         self._on_change()
 

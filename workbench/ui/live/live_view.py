@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import ipywidgets as widgets
-from IPython.display import display
 
 from workbench.core.metrics import LastSteps, RunEvent, StepBlock, StepSpans, joined
 from workbench.session.cluster import Session, current
@@ -18,6 +16,7 @@ from workbench.ui.grid.widget import PANEL_CLASS
 from workbench.ui.live import run_view
 from workbench.ui.page_link import PageLink
 from workbench.ui.page_restore import MissedChanges
+from workbench.ui.static_copy import StaticCopy
 from workbench.writers.choose import Log, writers
 from workbench.writers.run_log import RunLog
 
@@ -59,7 +58,7 @@ class LiveView(widgets.VBox):
         self._number = 0
         self._is_going = self._has_ended = False
         self._last: list[LastSteps] = []  # per rank: steps not yet reported when the cell ended
-        self._copy: Any = None
+        self._copy = StaticCopy(self._static_bundle)
         style = html(f"<style>{style_sheet(f'.{PANEL_CLASS}')}{asset('panel.css')}</style>")
         self._hint = html('<div class="wb-section wb-quiet">waits for wb.log(loss=..., samples=...) in a cell</div>')
         super().__init__([style, page, self.failures.box, self._hint, self.live.box])
@@ -110,14 +109,13 @@ class LiveView(widgets.VBox):
         else:
             self.live.log.say(f"failed: {error.splitlines()[0]}", warns=True)
             self.live.end("failed", f"last report: step {self._num_steps}", "failed")
-        if self._copy is not None:
-            self._copy.update(self._static_bundle(), raw=True)
+        self._copy.write()
 
     def _ipython_display_(self) -> None:
         """Display the widget and its static copy, which the style hides while the widget works."""
         self.live.prepare()
         display_widget(self)
-        self._copy = display(self._static_bundle(), raw=True, display_id=True)
+        self._copy.display()
 
     def _static_bundle(self) -> dict[str, str]:
         style = element("style", style_sheet(".wb-static"))

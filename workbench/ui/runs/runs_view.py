@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import ipywidgets as widgets
-from IPython.display import display
 
 from workbench.core.metrics import RunRecord
 from workbench.core.seeds import over_seeds
@@ -19,6 +18,7 @@ from workbench.ui.failures import Failures
 from workbench.ui.grid.widget import PANEL_CLASS
 from workbench.ui.runs.render_table import comparison_table_text
 from workbench.ui.runs.table_widget import RunTable
+from workbench.ui.static_copy import StaticCopy
 
 
 class RunsView(widgets.VBox):
@@ -29,13 +29,18 @@ class RunsView(widgets.VBox):
         style = html(f"<style>{style_sheet(f'.{PANEL_CLASS}')}{asset('panel.css')}{asset('runs.css')}</style>")
         super().__init__([style, failures.box, table.box])
         self.add_class(PANEL_CLASS)
+        with failures.collecting():
+            self._copy = StaticCopy(self._static_bundle)
+        table.changed = self._copy.keep
 
     def _ipython_display_(self) -> None:
         """Display the widget and its static copy, which the style hides while the widget works."""
         display_widget(self)
+        self._copy.display()
+
+    def _static_bundle(self) -> dict[str, str]:
         text = comparison_table_text(over_seeds(self.table.runs), self.table.truth)
-        static = element("div", self.table.static_html(), css="wb-static")
-        display({"text/html": static, "text/plain": text}, raw=True)
+        return {"text/html": element("div", self.table.static_html(), css="wb-static"), "text/plain": text}
 
 
 def show_runs(runs: CompareResult | Iterable[RunRecord], *, limit_bytes: float | None = None) -> RunsView:

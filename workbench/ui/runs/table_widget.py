@@ -56,6 +56,7 @@ class RunsPage(Downloads):
 
 class RunTable:
     """The comparison. ``box`` is its widget. Runs that differ in their seed only are one row, while ``means`` is on.
+    ``changed`` is called after each change of what it shows.
 
     Args:
         opened: (a run) -> loads its strategy into the panel. None: no such button.
@@ -84,6 +85,7 @@ class RunTable:
         self.selected = self.baseline = ""
         self.hidden: set[str] = set()
         self.names: dict[str, str] = {}
+        self.changed: Callable[[], None] = lambda: None
         self._opened, self._again, self._part, self._another = opened, again, part, another
         self.answer = html("", "wb-quiet", "wb-answer")
         self._answered: tuple[str, ...] = ()  # the selected row and all rows, when there was an answer
@@ -207,6 +209,7 @@ class RunTable:
         if self.answer.value and self._answered != self._row_keys():
             self.answer.value = ""
         self.page.page = self._page_html()
+        self.changed()
         self._show_controls()
         self.facts.value = element("span", text=common_settings(runs or truths), css="wb-quiet")
 
