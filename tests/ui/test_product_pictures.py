@@ -153,6 +153,17 @@ def test_the_boxings_of_a_network_are_those_that_run(choice, num_ranks):
     assert len(badges) == len(said) and all(float(a["x"]) != float(b["x"]) for a, b in pairwise(badges))
 
 
+def test_every_boxing_of_a_gradient_between_two_layers_is_drawn():
+    picture, _ = two_layers("B", "S(1)", "S(0)", "S(1)")
+    lines = [line for line in str(picture).splitlines() if line.rpartition(", ")[2].endswith("B")]
+    assert str(picture).count("gradient of h1: ") == 2
+    badges = elements(picture, "rect", "boxing")
+    places = {(badge["x"], badge["y"]) for badge in badges}
+    assert len(places) == len(badges) == len(lines)
+    height = float(ElementTree.fromstring(picture.svg).attrib["height"])
+    assert all(float(badge["y"]) + float(badge["height"]) <= height for badge in badges)
+
+
 def test_data_parallel_layers_share_their_matrix_and_sum_gradients():
     picture, _ = two_layers(*PURE_DATA)
     assert len(elements(picture, "rect", "held")) == 2 * 5
@@ -199,6 +210,30 @@ def test_unlike_stages_are_listed_one_by_one():
     stages = [(Layout.of(Placement.of("cpu", grid), "B, S(0)"), (8, 8)) for grid in ranks]
     picture = wb.draw.stages(*stages)
     assert "unlike grids" in str(picture) and "stage 1: ranks 4-7" in str(picture)
+
+
+def test_numbers_of_unlike_stages_are_those_of_the_first_one():
+    layouts = [Layout.of(Placement.of("cpu", ranks), "B") for ranks in ([0, 1], [2, 3])]
+    alike, unlike = (
+        wb.draw.stages(*zip(layouts, [(4, 8), shape], strict=True), names=("data",)) for shape in [(4, 8), (8, 2)]
+    )
+    for picture, words in ((alike, "data: data parallel on 2"), (unlike, "data in stage 0: data parallel on 2")):
+        assert str(picture).startswith("2 stages x 2 = 4 ranks") and f"\n{words}" in str(picture)
+        assert any((text or "").startswith(words) for text in texts(picture))
+    assert "in every stage" in str(alike) and "in every stage" not in str(unlike)
+
+
+@pytest.mark.parametrize(
+    ("sbp", "shape", "words"),
+    [
+        ("S(1)", (10, 10), "2 to 3 columns each"),
+        ("S(1)", (10, 8), "2 columns each"),
+        ("S(0)", (1, 8), "0 to 1 rows each"),
+    ],
+)
+def test_slices_of_unlike_sizes_are_a_range(sbp, shape, words):
+    layout = Layout.of(Placement.of("cpu", [0, 1, 2, 3]), sbp)
+    assert f", {words}\n" in str(wb.draw.stages((layout, shape)))
 
 
 def test_stages_of_live_tensors():

@@ -22,6 +22,8 @@ from workbench.units import format_bytes
 _LONGEST, _SHORTEST = 88.0, 28.0
 _LEFT, _TOP, _SIGN, _BOXING, _ROW_GAP = 88.0, 108.0, 30.0, 206.0, 44.0
 _BADGE = (164.0, 50.0)
+_BADGE_PITCH = 58.0
+"""Pixels from the top of a badge to that of the next one below it."""
 _BACKWARD = 104.0
 Layer = tuple[Any, Any, Any]
 
@@ -213,7 +215,8 @@ class _Picture:
         bottom = self.bottom
         if backward and any(layout is not None for layout in (one.out.layout for one in self.network.products)):
             parts += self._backward()
-            bottom += _BACKWARD
+            most = max(1, *(len(_gradient_boxings(column)) for column in self.columns))
+            bottom += _BACKWARD + (most - 1) * _BADGE_PITCH
         return document((self.width, bottom), network_text(self.network, backward), self.colours, parts)
 
     def _top(self, index: int) -> float:
@@ -271,9 +274,9 @@ class _Picture:
         if not column.plans:
             return
         middle = (self._top(0) + self._top(len(self.ranks) - 1) + self.height) / 2
-        tall = len(column.plans) * (_BADGE[1] + 8) - 8
+        tall = (len(column.plans) - 1) * _BADGE_PITCH + _BADGE[1]
         for number, plan in enumerate(column.plans):
-            yield from _badge(column.middle, middle - tall / 2 + number * (_BADGE[1] + 8), plan, self.colours)
+            yield from _badge(column.middle, middle - tall / 2 + number * _BADGE_PITCH, plan, self.colours)
         yield text(column.middle, 42, "boxing", fill=self.colours.boxing, bold=True)
 
     def _backward(self) -> Iterator[str]:
@@ -287,16 +290,21 @@ class _Picture:
                 plan = gradient_sum(one)
                 if plan is not None:
                     yield from self._gradient(column.middle, y, f"gradient of {one.w.name}", plan)
-            backs = [back for plan in column.plans if (back := backward_of(plan)) is not None]
-            if backs:
+            if backs := _gradient_boxings(column):
                 name = self.network.products[column.layer - 1].out.name
-                yield from self._gradient(column.middle, y, f"gradient of {name}", backs[0])
+                yield from self._gradient(column.middle, y, f"gradient of {name}", *backs)
 
-    def _gradient(self, x: float, y: float, title: str, plan: Plan) -> Iterator[str]:
+    def _gradient(self, x: float, y: float, title: str, *plans: Plan) -> Iterator[str]:
         room = text_width(title, 12) + 10
         yield rect(Box(x - room / 2, y, room, 18), self.colours.background)
         yield text(x, y + 14, title)
-        yield from _badge(x, y + 24, plan, self.colours)
+        for number, plan in enumerate(plans):
+            yield from _badge(x, y + 24 + number * _BADGE_PITCH, plan, self.colours)
+
+
+def _gradient_boxings(column: _Column) -> list[Plan]:
+    """The boxings of the gradient of the result between two layers."""
+    return [back for plan in column.plans if (back := backward_of(plan)) is not None]
 
 
 def _badge(x: float, y: float, plan: Plan, colours: Palette) -> Iterator[str]:

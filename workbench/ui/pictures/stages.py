@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from workbench.core.boxing import plan_boxing
@@ -108,8 +109,10 @@ class Grid:
     def size(self) -> str:
         """The size in words: ``"64 stages x 6 x 8 = 3072 ranks"``."""
         shape = layout_of_stage(self.stages[0]).placement.shape
+        are_alike = all(layout_of_stage(stage).placement.shape == shape for stage in self.stages)
         stages = f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}"
-        grid = " x ".join(map(str, shape)) if self.is_regular else "unlike grids"
+        is_product = are_alike and self.num_ranks == len(self.stages) * prod(shape)
+        grid = " x ".join(map(str, shape)) if is_product else "unlike grids"
         return f"{stages} x {grid} = {self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
 
     @property
@@ -125,16 +128,17 @@ class Grid:
         return "\n".join([*lines, *(f"{name}: {description}" for name, description in self.axes())])
 
     def axes(self) -> list[tuple[str, str]]:
-        """The name of each axis of a stage, and its use in words."""
+        """The name of each axis of a stage, and its use in words. Of unlike stages, those of the first one."""
         stage = self.stages[0]
         layout = layout_of_stage(stage)
+        where, everywhere = ("", " in every stage") if self.is_regular else (" in stage 0", "")
         found = []
         for name, size, entry in zip(self._names_of(layout), layout.placement.shape, layout.sbp, strict=True):
             description = f"{_MODES[type(entry)]} on {size}" if size > 1 else "one rank"
             if isinstance(entry, Broadcast) and size > 1:
                 moved = plan_boxing(layout.dual(), layout, stage.shape, self.itemsize).wire_bytes
-                description += f", the gradient's all-reduce moves {format_bytes(moved)} in every stage"
-            found.append((name, description))
+                description += f", the gradient's all-reduce moves {format_bytes(moved)}{everywhere}"
+            found.append((f"{name}{where}", description))
         return found
 
     def _names_of(self, layout: Layout) -> Sequence[str]:
@@ -150,12 +154,17 @@ def layout_of_stage(stage: ShardedMatrix) -> Layout:
 def stage_text(stage: ShardedMatrix) -> str:
     """A stage in words: ``"ranks 0-47, weight [12288, 49152] (B, S(1)), 6144 columns each"``."""
     layout = layout_of_stage(stage)
-    rows, columns = layout.local_shape(stage.shape, stage.ranks[0])
-    parts = [f"{rows} rows"] if rows < stage.shape[0] else []
-    parts += [f"{columns} columns"] if columns < stage.shape[1] else []
+    shapes = [layout.local_shape(stage.shape, rank) for rank in stage.ranks]
+    sides = zip(("rows", "columns"), stage.shape, zip(*shapes, strict=True), strict=True)
+    parts = [f"{_from_to(sizes)} {side}" for side, whole, sizes in sides if min(sizes) < whole]
     each = " and ".join(parts) or "all of it"
     description = f"rank{'s' * (len(stage.ranks) > 1)} {format_ranks(stage.ranks)}, weight {list(stage.shape)}"
     return f"{description} {format_sbp(layout.sbp)}, {each} each"
+
+
+def _from_to(sizes: Sequence[int]) -> str:
+    low, high = min(sizes), max(sizes)
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def _follows(stage: ShardedMatrix, first: ShardedMatrix) -> bool:
