@@ -83,7 +83,9 @@ def _losses(trainer):
 
 
 @pytest.mark.parametrize("strategy", ["*: model", "*: data | zero=3"])
-@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}, {"bf16": True}])
+@pytest.mark.parametrize(
+    "options", [{"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}, {"bf16": True}]
+)
 def test_the_trainer_trains_with_its_own_options_as_on_one_device(model, strategy, options, tmp_path):
     pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 

@@ -128,7 +128,7 @@ class Scattered(nn.Linear):
 
     def __init__(self):
         super().__init__(8, 4)
-        self.weight.data = torch.from_numpy(np.random.rand(4, 8)).float()
+        self.weight.data = torch.from_numpy(np.random.rand(4, 8)).float()  # noqa: NPY002
 
 
 def turned(samples):

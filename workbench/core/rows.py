@@ -27,8 +27,8 @@ class Layer:
         frozen: short names of parameters without a gradient, which no optimizer changes.
         block: the number of the block that recomputation runs again with it, below zero outside of blocks, and how many
             blocks the model has; None if unknown.
-        place: its place in the list of its model, which decides about splits and stages that rows do not name; None: its
-            place here.
+        place: its place in the list of its model, which decides about splits and stages that rows do not name; None:
+            its place here.
         experts: number of experts, if its parameters have one row for each, as dim 0, or if it is in one of a list of
             experts; else 0.
         expert: the number of its expert in such a list; None for all experts in one.

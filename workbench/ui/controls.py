@@ -33,12 +33,14 @@ _OPTION_TIPS = {
     "schedule": "in which order a stage works on its micro-batches",
     "ZeRO": "what is cut over data-parallel ranks: 1 optimizer state, 2 gradients too, 3 parameters too",
     "shards": "over so many data ranks ZeRO cuts, such as those of a host, with copies between the groups; 0: over all",
-    "context": "so many data ranks take the same samples, each a slice of their sequence; attention passes keys and values round, or heads",
+    "context": "so many data ranks take the same samples, each a slice of their sequence; attention passes keys and "
+    "values round, or heads",
     "recompute": "blocks run forward again in backward: less memory for activations, more computing. cheap keeps "
     "results of products and attention, attention those of products with weights; the text takes a number of blocks",
     "offload": "what lies in the host's memory, or for CPUs in files on a disk: less memory on the device, more time",
     "sequence": "between model-parallel layers, the model axis splits the sequence instead of copying it",
-    "overlap": "pieces of a row-split layer's product: one is summed over ranks beside the product of the next; no effect over shared memory or CUDA IPC",
+    "overlap": "pieces of a row-split layer's product: one is summed over ranks beside the product of the next; no "
+    "effect over shared memory or CUDA IPC",
     "precision": "fp32, or autocast to 16 bits; fp8 is bf16 with products of linear layers in 8 bits",
 }
 _OFFLOAD = (("none", ""), *((choice if "+" not in choice else "both", choice) for choice in CHOICES))

@@ -219,11 +219,11 @@ class Skipping(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
 
     def forward(self, x):
+        results = [x]
         for number, layer in enumerate(self.layers):
-            x = layer(x)
-            kept = x if number == 2 else kept if number > 2 else None
-            x = x + kept if number == 5 else x
-        return x
+            x = layer(results[-1])
+            results.append(x + results[3] if number == 5 else x)
+        return results[-1]
 
 
 def pooled():

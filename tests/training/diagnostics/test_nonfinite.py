@@ -70,7 +70,9 @@ def test_a_gradient():
     zero = INPUTS.clone()
     zero[0] = -0.5  # 0.5 * 4 * -0.5 + 1 = 0, whose root has no slope
     error = on_two(inputs=zero)
-    assert "rank 0: the gradient of the result of 0: 4 inf among 8 values of its shard; it came from what follows" in error
+    assert (
+        "rank 0: the gradient of the result of 0: 4 inf among 8 values of its shard; it came from what follows" in error
+    )
 
 
 def test_a_parameter():

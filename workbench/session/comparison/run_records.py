@@ -92,9 +92,7 @@ def _warm(times_s: Sequence[float]) -> list[float]:
     return list(times_s)[WARM_UP_STEPS + 1 :]
 
 
-def _speedup(
-    rate: float, times_s: Sequence[float], reference: RankResult | None, batch_size: int
-) -> float | None:
+def _speedup(rate: float, times_s: Sequence[float], reference: RankResult | None, batch_size: int) -> float | None:
     """Over the one-device run; None without one, and where only one of the two has steps after warm-up."""
     if reference is None or bool(_warm(times_s)) != bool(_warm(reference.step_times_s)):
         return None

@@ -186,8 +186,8 @@ def _check_averaged(self: swa_utils.AveragedModel, model: nn.Module) -> None:
         raise LayoutError(
             f"AveragedModel.update_parameters({type(model).__name__}): {len(apart)} of {len(pairs)} parameters lie on "
             f"other ranks than their averages, the first is {name!r}, {new}, with its average {old}. An average is "
-            "taken where both are, and wb.parallelize(model, strategy) moves the model alone; under the preset pipeline so "
-            "does the first step. Make the copy after it, or give it the same strategy: "
+            "taken where both are, and wb.parallelize(model, strategy) moves the model alone; the first step does so "
+            "under the preset pipeline. Make the copy after it, or give it the same strategy: "
             "wb.parallelize(averaged.module, strategy)."
         )
 

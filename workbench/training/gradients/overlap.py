@@ -103,10 +103,10 @@ class GradientReducer:
             self._agree()
 
     def _hook(self, parameter: GlobalTensor) -> Any:
-        """The first hook of the parameter. It does not hold the reducer, which holds the parameter: the collector sees no
-    cycle through it.
+        """The first hook of the parameter. It does not hold the reducer, which holds the parameter: the collector sees
+        no cycle through it.
 
-        torch refuses hooks of parameters that are frozen, and keeps those of parameters that become so.
+            torch refuses hooks of parameters that are frozen, and keeps those of parameters that become so.
         """
         parameter._reducer, reference = self, weakref.ref(self)
 
