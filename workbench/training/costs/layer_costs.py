@@ -154,14 +154,14 @@ def _unchanged(module: nn.Module, loss_fn: Any, is_given: bool) -> Iterator[None
     """
     code = [loss_fn] if is_given else []
     held = [module, loss_fn, *tables_of(module)]
-    before = ProgramState(held, torch.device("cpu"), code=code, copies_tensors=False)
+    program = ProgramState(held, torch.device("cpu"), code=code, copies_tensors=False)
     try:
         yield
     finally:
         if is_given:
-            before.put_back()
+            program.put_back()
         else:
-            before.put_back_objects()
+            program.put_back_objects()
 
 
 def made_for_shapes(make: Callable[[], nn.Module]) -> nn.Module:
