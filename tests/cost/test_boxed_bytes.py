@@ -67,7 +67,8 @@ class TiedHead(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.words, self.fc, self.head = torch.nn.Embedding(48, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 48)
+        self.words, self.fc = torch.nn.Embedding(48, 32), torch.nn.Linear(32, 32)
+        self.head = torch.nn.Linear(32, 48, bias=False)
         self.head.weight = self.words.weight
 
     def forward(self, words):

@@ -183,12 +183,13 @@ def test_what_the_search_adds_up_has_the_boxings_of_every_call() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_layers_that_are_called_again_equal_brute_force(seed: int) -> None:
-    """The search of large problems is close, too."""
+    """The search of large problems is close, too, to the best without stages."""
     problem = problem_of_calls(5, seed)
     exact, is_exact = run(problem)
     assert is_exact and exact.best_value == pytest.approx(best_value(problem), rel=1e-9)
+    problem = replace(problem, constraints=replace(problem.constraints, pipeline=1))
     search_best_first(problem, short := Incumbents(problem))
-    assert short.best_value <= 1.1 * exact.best_value
+    assert short.best_value <= 1.1 * run(problem)[0].best_value
 
 
 def hardware(memory_bytes: float = 4e6) -> Hardware:
