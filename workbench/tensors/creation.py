@@ -244,9 +244,10 @@ def randint(
     >>> wb.randint(10, (4, 5), placement=wb.placement(ranks=[0, 1]), sbp="S(0)").dtype
     torch.int64
     """
-    if high is None or isinstance(high, Sequence):
-        low, high, size = 0, low, size if high is None else high
-    bounds = operator.index(low), operator.index(high)
+    if isinstance(high, SupportsIndex):
+        bounds = operator.index(low), operator.index(high)
+    else:
+        bounds, size = (0, operator.index(low)), size if high is None else high
     sampler = random.integer_sampler(*bounds)
     return _random(_shape_of((size,)), dtype, placement, sbp, sampler, False, "random_", *bounds)
 

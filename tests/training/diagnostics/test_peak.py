@@ -62,3 +62,15 @@ def test_what_records_counts_in_no_peak():
         del recorded
     hold(3 * HELD)
     assert 3 * HELD - UNCOUNTED <= meter.peak_bytes() < 3 * HELD + UNCOUNTED
+
+
+def test_pauses_of_several_threads_end_with_the_last():
+    """Simulated ranks take profiles at the same time, and each paused the meters of the others."""
+    meter = PeakMeter(torch.device("cpu"), collects_garbage=False)
+    one, other = uncounted_in_peaks(), uncounted_in_peaks()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert meter.is_paused
+    other.__exit__(None, None, None)
+    assert not meter.is_paused

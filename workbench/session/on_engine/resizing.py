@@ -152,4 +152,4 @@ def _is_users(made: Any) -> bool:
     if made is SimpleNamespace or made.__module__ == "__main__":
         return True
     file = getattr(sys.modules.get(made.__module__), "__file__", None)
-    return bool(file) and not is_of_others(made) and user_modules.is_users(file)
+    return file is not None and not is_of_others(made) and user_modules.is_users(file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -139,13 +140,13 @@ def uncounted_in_peaks() -> Iterator[None]:
     """Context around work between two steps that is not the program's, such as a profiler's, or around steps that are
     recorded. What is held at its highest point belongs to no peak, and what stays belongs to no growth.
     """
-    paused = [meter for meter in _meters if not meter.is_paused]
-    for meter in paused:
+    meters = list(_meters)
+    for meter in meters:
         meter.pause()
     try:
         yield
     finally:
-        for meter in paused:
+        for meter in meters:
             meter.resume()
 
 
@@ -163,7 +164,8 @@ class PeakMeter:
 
     def __init__(self, device: torch.device, collects_garbage: bool = True) -> None:
         self.device = device
-        self._before: tuple[int, dict[str, int]] | None = None  # what was held at the beginning of a pause
+        self._turn, self._num_pauses = threading.Lock(), 0
+        self._before: tuple[int, dict[str, int]] = 0, {}  # what was held at the beginning of a pause
         if collects_garbage:
             gc.collect()
         if device.type == "cuda":
@@ -202,24 +204,30 @@ class PeakMeter:
     @property
     def is_paused(self) -> bool:
         """Whether what is held now does not count."""
-        return self._before is not None
+        return self._num_pauses > 0
 
     def pause(self) -> None:
-        """Count nothing until ``resume``."""
-        self.peak_bytes()
-        _return_freed_pages()
-        self._before = self._held()
+        """Count nothing until as many calls of ``resume``: of this pause and of those around it or in other threads."""
+        with self._turn:
+            if not self.is_paused:
+                self.peak_bytes()
+                _return_freed_pages()
+                self._before = self._held()
+            self._num_pauses += 1
 
     def resume(self) -> None:
         """Count again, above a baseline that has moved by what the process has grown or shrunk in the pause."""
-        assert self._before is not None
-        (resident, allocated), self._before = self._before, None
-        _return_freed_pages()
-        now, allocated_now = self._held()
-        self._baseline += now - resident
-        for kind, size in allocated_now.items():
-            self._allocated[kind] += size - allocated[kind]
-        _reset_peak()
+        with self._turn:
+            self._num_pauses -= 1
+            if self.is_paused:
+                return
+            resident, allocated = self._before
+            _return_freed_pages()
+            now, allocated_now = self._held()
+            self._baseline += now - resident
+            for kind, size in allocated_now.items():
+                self._allocated[kind] += size - allocated[kind]
+            _reset_peak()
 
     def _held(self) -> tuple[int, dict[str, int]]:
         """Resident bytes, and those of them that belong to no file, by kind."""
