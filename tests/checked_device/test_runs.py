@@ -1,6 +1,7 @@
 """Compared runs on a device: the run on one device uses the same device, as the strategies do."""
 
 import math
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -68,15 +69,16 @@ def with_tf32(monkeypatch):
 
 
 def test_a_compared_run_computes_without_tf32(device_session, with_tf32):
-    matmul, seen = torch.backends.cuda.matmul, set()
+    matmul, seen = torch.backends.cuda.matmul, SimpleQueue()  # a run puts back what a set would have
 
     def loss_fn(output, targets):
         settings = matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
-        seen.add((*settings, matmul.allow_bf16_reduced_precision_reduction))
+        seen.put((*settings, matmul.allow_bf16_reduced_precision_reduction))
         return F.cross_entropy(output, targets)
 
     subject = Subject.of(mlp, (X, Y), loss_fn, batch_size=8, steps=2)
     with Comparison(device_session, subject) as comparison:
         assert comparison.start("*: data").result().equal
-    assert seen == {("ieee", "ieee", False), ("tf32", "tf32", True)}  # the first small step checks no numbers
+    found = {seen.get() for _ in range(seen.qsize())}
+    assert found == {("ieee", "ieee", False), ("tf32", "tf32", True)}  # the first small step checks no numbers
     assert matmul.fp32_precision == "tf32"

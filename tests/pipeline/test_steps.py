@@ -208,8 +208,10 @@ class Turning(Skip):
 
 
 def test_a_layer_that_came_after_the_strategy_is_named():
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
     def program():
-        model = wb.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "0: data; 1: data@1 | 2x1x1 mb=2")
+        model = wb.parallelize(copy.deepcopy(layers), "0: data; 1: data@1 | 2x1x1 mb=2")
         nn.utils.parametrizations.weight_norm(model[0])
         with pytest.raises(StrategyError, match=r"0.parametrizations.weight came or went after wb.parallelize"):
             wb.forward_backward(model, lambda out, _: out.square().mean(), torch.ones(4, 4), torch.ones(4))

@@ -63,7 +63,7 @@ def drawn_next() -> tuple[float, float, float]:
     return torch.rand(()).item(), random.random(), float(np.random.rand())  # noqa: NPY002
 
 
-def test_the_notebooks_random_numbers_go_on_as_if_there_were_no_comparison() -> None:
+def test_a_comparison_draws_none_of_the_notebooks_random_numbers() -> None:
     """A loop over comparisons of random data had the same data each time."""
     data, drawn = (torch.zeros(4, 3), torch.zeros(4, 2)), []
     for compares in (False, True):

@@ -202,8 +202,11 @@ def test_hooks_after_accumulation_that_were_there_before_see_gradients_before_th
     """Under ZeRO 2 the exchange of a gradient had begun when the hook changed it."""
 
     def trained(model, parallelize):
+        def halve(parameter):
+            parameter.grad.mul_(0.5)
+
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+            parameter.register_post_accumulate_grad_hook(halve)
         parallelize(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
