@@ -1,6 +1,9 @@
 """``save_pretrained`` and ``transformers.Trainer`` on parallelized models."""
 
 import copy
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -66,7 +69,7 @@ def test_safetensors_of_shards_are_refused(tmp_path):
     run_ranks(program)
 
 
-def _trainer(trained, folder, **arguments):
+def trainer_of(trained, folder, **arguments):
     words = torch.randint(0, 10, (18, 8), generator=torch.Generator().manual_seed(0))
     samples = [{"input_ids": row, "labels": row} for row in words]
     arguments = transformers.TrainingArguments(
@@ -78,47 +81,57 @@ def _trainer(trained, folder, **arguments):
     return trainer
 
 
-def _losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+def losses_of(trainer, resume=None):
+    trainer.train(resume_from_checkpoint=resume)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [*losses, trainer.evaluate()["eval_loss"]]
 
 
-@pytest.mark.parametrize("strategy", ["*: model", "*: data | zero=3"])
+PROGRAM = """
+import json, os, sys, transformers, workbench as wb
+from tests.models import zoo
+from tests.models.test_trainer import losses_of, trainer_of
+strategy, options, folder = sys.argv[1], json.loads(sys.argv[2]), f"{sys.argv[3]}/{os.getpid()}"
+model = zoo.make("gpt2", "sdpa")
+if strategy:
+    wb.init(device="cpu")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    model = wb.parallelize(model, strategy)
+start = {name: value.clone() for name, value in model.state_dict().items()}
+losses = losses_of(trainer_of(model, folder, **options))
+if "save_strategy" in options:
+    model.load_state_dict(start)
+    losses += losses_of(trainer_of(model, folder, **options), f"{folder}/checkpoint-5")
+with open(f"{folder}.json", "w") as file:
+    json.dump(losses, file)
+"""
+TWO_EPOCHS = {"num_train_epochs": 2, "save_strategy": "epoch"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}, {"bf16": True}]
+    ("strategy", "options"),
+    [
+        *((strategy, TWO_EPOCHS) for strategy in STRATEGIES),
+        ("*: data | zero=3", {"max_steps": 4, "gradient_accumulation_steps": 2}),
+        ("*: data | zero=3", {"max_steps": 4, "gradient_checkpointing": True}),
+        ("*: data | zero=3", {"max_steps": 4, "bf16": True}),
+    ],
 )
-def test_the_trainer_trains_with_its_own_options_as_on_one_device(model, strategy, options, tmp_path):
-    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+def test_the_trainer_trains_evaluates_and_resumes_as_on_one_device(strategy, options, tmp_path):
+    """On processes: accelerate keeps its state in the process, and simulated ranks share one."""
+    (tmp_path / "program.py").write_text(PROGRAM)
 
-    def train(trained, folder):
-        trainer = _trainer(trained, folder, max_steps=4, save_strategy="no", **options)
-        trainer.train()
-        return _losses(trainer)
+    def train(folder, *launcher, strategy):
+        folder.mkdir()
+        command = [sys.executable, *launcher, tmp_path / "program.py", strategy, json.dumps(options), folder]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+        return [json.loads(file.read_text()) for file in folder.glob("*.json")]
 
-    expected = train(copy.deepcopy(model), tmp_path / "one")
-    assert len(expected) == 4
-    found = run_ranks(lambda rank: train(wb.parallelize(copy.deepcopy(model), strategy), tmp_path / f"rank{rank}"))
-    for losses in found:
-        assert losses == pytest.approx(expected, abs=2e-2 if "bf16" in options else 1e-5)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_trainer_trains_saves_and_resumes_as_on_one_device(model, strategy, tmp_path, monkeypatch):
-    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-    # It allows classes to the process for a while, and simulated ranks are threads of one.
-    monkeypatch.setattr(transformers.Trainer, "_load_rng_state", lambda trainer, checkpoint: None)
-
-    def train(trained, folder, resume=None):
-        trainer = _trainer(trained, folder, num_train_epochs=2, save_strategy="epoch")
-        trainer.train(resume_from_checkpoint=resume)
-        return [*_losses(trainer), trainer.evaluate()["eval_loss"]]
-
-    expected = train(copy.deepcopy(model), tmp_path / "one")
-
-    def program(rank):
-        folder = tmp_path / f"rank{rank}"
-        found = train(wb.parallelize(copy.deepcopy(model), strategy), folder)
-        again = train(wb.parallelize(copy.deepcopy(model), strategy), folder, str(folder / "checkpoint-5"))
-        return found, again
-
-    for found, again in run_ranks(program):
-        assert found == pytest.approx(expected, abs=1e-5) and again == pytest.approx(expected, abs=1e-5)
+    (expected,) = train(tmp_path / "one", strategy="")
+    launcher = "-m", "torch.distributed.run", "--nproc-per-node", "2"
+    first, second = train(tmp_path / "both", *launcher, strategy=strategy)
+    assert len(expected) > 4 and first == second
+    assert first == pytest.approx(expected, abs=1e-2 if "bf16" in options else 1e-5)
