@@ -103,7 +103,7 @@ class Training:
     ) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(layer() for _ in range(LAYERS)))
-        width = model[0].norm.normalized_shape[0]
+        width = model[0].get_parameter("norm.weight").numel()
         self.batch = torch.randn((*tokens, width), generator=torch.Generator().manual_seed(1))
         if strategy == _FSDP:
             self.batch = self.batch.chunk(dist.get_world_size())[dist.get_rank()]
