@@ -55,7 +55,7 @@ def test_the_copy_has_the_predictions_of_the_machine_that_is_shown():
     cell.wait_until(lambda page: "they cannot be counted" in page)
 
 
-def check_table(table: RunTable, cell: Cell) -> None:
+def assert_followed(table: RunTable, cell: Cell) -> None:
     """The copy follows each action of the user in a table of runs, of which one is called data."""
     table.rename("data", "mine")
     cell.wait_until(lambda page: ">mine<" in page and "\u25b2" not in page)
@@ -70,18 +70,22 @@ def check_table(table: RunTable, cell: Cell) -> None:
     cell.wait_until(lambda page: ">mine<" in page)
     table.filter_field.value = "memory < 1"
     cell.wait_until(lambda page: ">mine<" not in page)
+    table.filter_field.value = ""
+    cell.wait_until(lambda page: ">mine<" in page)
 
 
 def test_the_copy_of_a_panel_has_the_table_of_runs_that_is_shown(panel: Panel, trainer: FakeTrainer):
     panel.run()
     trainer.runs[-1].ended.set()
     assert panel.wait(WAIT_TIMEOUT_S)
-    check_table(panel._runs_section.table, Cell(panel._copy))
+    assert_followed(panel._runs_section.table, Cell(panel._copy))
 
 
 def test_the_copy_of_shown_runs_has_the_table_that_is_shown(runs: list[RunRecord]):
     view = show_runs(runs)
-    check_table(view.table, Cell(view._copy))
+    cell = Cell(view._copy)
+    assert_followed(view.table, cell)
+    assert all(f">{run.name}<" in cell.page for run in runs if run.name != "data")
 
 
 def test_a_copy_that_must_not_be_written_is_unchanged():
