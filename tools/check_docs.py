@@ -1,4 +1,5 @@
-"""Build the documentation's site and look at every page: no link leads nowhere, and nothing is fetched from elsewhere.
+"""Build the documentation's site and look at every page: no link leads nowhere, nothing is fetched from elsewhere, and
+quoted numbers are the newest.
 
     python -m tools.check_docs
 
@@ -14,6 +15,8 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from tools.quote_numbers import outdated
 
 ROOT = Path(__file__).parents[1]
 EXTERNAL = {"ipyparallel.readthedocs.io", "keepachangelog.com", "pytorch.org", "semver.org", "ui.perfetto.dev"}
@@ -70,6 +73,7 @@ def main() -> int:
             *(f"leads nowhere: {link}" for link in dead_links(pages)),
             *(f"fetched from elsewhere: {address}" for address in fetched([*pages.values(), *sheets])),
             *(f"not a known host: {host}" for host in strangers(pages.values())),
+            *(f"not the newest numbers, see tools.quote_numbers: {path.name}" for path in outdated()),
         ]
     print("\n".join([*wrong, f"documentation: {len(pages)} pages, {'see above' if wrong else 'clean'}"]))
     return 1 if wrong or not pages else 0

@@ -109,20 +109,32 @@ def quoted_demo(printed: str, measured: str) -> str:
     return "\n".join([*parts, measured, legend, ""])
 
 
+def as_measured() -> dict[Path, str]:
+    """Each file that quotes results, as it reads with the newest ones."""
+    guide = GUIDE.read_text(encoding="utf-8")
+    for name in GUIDES_RESULTS:
+        guide = quote(guide, name, guides_part(name))
+    return {
+        README: quote(README.read_text(encoding="utf-8"), "benchmarks", short_part()),
+        PAGE: quote(PAGE.read_text(encoding="utf-8"), "benchmarks", benchmarks_part()),
+        GUIDE: guide,
+    }
+
+
+def outdated() -> list[Path]:
+    """Files that quote other results than the newest."""
+    return [path for path, text in as_measured().items() if path.read_text(encoding="utf-8") != text]
+
+
 def main() -> int:
     """Rewrite the marked parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--demo", action="store_true", help="run the demo, too")
     args = parser.parse_args()
-    page = quote(PAGE.read_text(encoding="utf-8"), "benchmarks", benchmarks_part())
+    for path, text in as_measured().items():
+        path.write_text(text, encoding="utf-8")
     if args.demo:
-        page = quote(page, "demo table", demo_part())
-    PAGE.write_text(page, encoding="utf-8")
-    guide = GUIDE.read_text(encoding="utf-8")
-    for name in GUIDES_RESULTS:
-        guide = quote(guide, name, guides_part(name))
-    GUIDE.write_text(guide, encoding="utf-8")
-    README.write_text(quote(README.read_text(encoding="utf-8"), "benchmarks", short_part()), encoding="utf-8")
+        PAGE.write_text(quote(PAGE.read_text(encoding="utf-8"), "demo table", demo_part()), encoding="utf-8")
     return 0
 
 
