@@ -67,6 +67,14 @@ def test_columns_and_terms_of_sums_stay_where_they_are(sbp):
         assert (found, shape) == (sbp, (5, 6))
 
 
+def test_the_result_has_the_rows_of_its_own_sparse_operand_on_all_ranks():
+    def program():
+        features = on_ranks(FEATURES, "B", [1])
+        return [tuple((DENSE[:rows].to_sparse() @ features).shape) for rows in (5, 3)]
+
+    assert run_ranks(program, 2) == [[(5, 6), (3, 6)]] * 2
+
+
 ADJACENCY = (DENSE.t() @ DENSE).to_sparse()
 
 

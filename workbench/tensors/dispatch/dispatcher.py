@@ -29,11 +29,10 @@ from workbench.tensors.dispatch.checks import (
     refuse_exchange,
     refuse_two_placements,
 )
-from workbench.tensors.dispatch.fallback import FallbackWarning, cached_infos, run_fallback
+from workbench.tensors.dispatch.fallback import FallbackWarning, run_fallback
 from workbench.tensors.dispatch.out_argument import call_with_out
 from workbench.tensors.dispatch.placeholder_calls import (
     TENSOR,
-    autocast_state,
     placeholder_outputs,
     recipe_of,
     write_placeholder,
@@ -355,7 +354,7 @@ def _box_operands(plan: Plan, args: Any, kwargs: Any) -> tuple[Any, Any, list[Gl
 def _run_on_placeholders(plan: Plan, func: Any, args: Any, kwargs: Any, operands: list[GlobalTensor]) -> Any:
     if plan.name.in_place:
         return write_placeholder(operands[0], operands, func, args, kwargs)
-    infos, structure, leaves = _infos_of(plan, func, args, kwargs, operands)
+    infos, structure, leaves = plan.infos_of(func, args, kwargs, operands)
     outputs = plan.outputs
     assert outputs is not None
     results = placeholder_outputs(infos, operands, outputs, plan.world.device, recipe_of(func, args, kwargs))
@@ -363,16 +362,6 @@ def _run_on_placeholders(plan: Plan, func: Any, args: Any, kwargs: Any, operands
         return wrap(results[0], outputs[0])
     wrapped = iter(wrap(result, spec) for result, spec in zip(results, outputs, strict=True))
     return tree_unflatten([next(wrapped) if leaf is TENSOR else leaf for leaf in leaves], structure)
-
-
-def _infos_of(plan: Plan, func: Any, args: Any, kwargs: Any, operands: list[GlobalTensor]) -> Any:
-    """Infos of the results: beside the plan, they depend on the operands' dtypes and requires_grad, and on modes."""
-    with local_torch():
-        flags = [(operand.dtype, operand.requires_grad) for operand in operands]
-    key = (*flags, torch.is_grad_enabled(), autocast_state())
-    if key not in plan.infos:
-        plan.infos[key] = cached_infos(func, args, kwargs, operands)
-    return plan.infos[key]
 
 
 def _wrap_all(result: Any, specs: list[Spec]) -> Any:

@@ -18,14 +18,12 @@ from workbench.tensors.boxing.box import box, box_implicitly
 from workbench.tensors.dispatch.aliasing import remember_copies, remember_placeholder_base
 from workbench.tensors.dispatch.placeholder_calls import (
     TENSOR,
-    autocast_state,
-    infer_outputs,
     outputs_info,
     placeholder_outputs,
     recipe_of,
     write_placeholder,
 )
-from workbench.tensors.dispatch.planning import Plan, itemsize_of, key_of, operands_of
+from workbench.tensors.dispatch.planning import Plan, itemsize_of, operands_of
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.dispatch.registry import RULES
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, spec_of, wrap
@@ -122,23 +120,6 @@ def _is_size(node: Any) -> bool:
     return type(node) is torch.Size
 
 
-def cached_infos(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[GlobalTensor]) -> Any:
-    """Structure and flags of the results, inferred once per function, specs, dtypes and grad flags."""
-    key, cache = _key(func, args, kwargs, operands), operands[0]._spec.world.plans
-    try:
-        if key not in cache:
-            cache[key] = infer_outputs(func, args, kwargs, with_grad=True)
-        return cache[key]
-    except TypeError:
-        return infer_outputs(func, args, kwargs, with_grad=True)
-
-
-def _key(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[GlobalTensor]) -> Any:
-    with local_torch():
-        flags = tuple((operand.dtype, operand.requires_grad) for operand in operands)
-    return (func, key_of(args), key_of(kwargs), flags, torch.is_grad_enabled(), autocast_state())
-
-
 def _infos_for_placeholders(
     plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any, whole: Sequence[GlobalTensor]
 ) -> Any:
@@ -148,7 +129,7 @@ def _infos_for_placeholders(
     """
     if not plan.depends_on_data:
         try:
-            return cached_infos(func, args, kwargs, whole)
+            return plan.infos_of(func, args, kwargs, whole)
         except Exception:  # noqa: BLE001 - shapes that depend on data raise many errors; a real one comes again below
             plan.depends_on_data = True
     values: dict[int, torch.Tensor] = {}

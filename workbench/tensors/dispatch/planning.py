@@ -4,7 +4,7 @@ which plans are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Number
@@ -74,6 +74,15 @@ class Plan:
     order: Order | None = None
     infos: dict[Any, Any] = field(default_factory=dict)
     views: dict[Any, Any] = field(default_factory=dict)
+
+    def infos_of(self, func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[GlobalTensor]) -> Any:
+        """What ``infer_outputs`` gives for a call by this plan, with gradients."""
+        with local_torch():
+            flags = [(operand.dtype, operand.requires_grad) for operand in operands]
+        key = (*flags, torch.is_grad_enabled(), autocast_state())
+        if key not in self.infos:
+            self.infos[key] = infer_outputs(func, args, kwargs, with_grad=True)
+        return self.infos[key]
 
 
 def operands_of(args: Any, kwargs: Any) -> list[GlobalTensor]:
