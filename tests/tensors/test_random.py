@@ -153,6 +153,18 @@ ROUNDED = {"attention", "low rank", "gumbel_softmax", "lstm", "normal means", "i
 """Functions that compute with their random numbers: sums over shards are rounded otherwise."""
 
 
+@pytest.mark.parametrize(("dtype", "part"), [(torch.complex64, torch.float32), (torch.complex128, torch.float64)])
+def test_complex_numbers_are_pairs_of_real_ones(dtype, part):
+    def program():
+        made = []
+        for shape, kind in (((5,), dtype), ((5, 2), part)):
+            wb.manual_seed(3)
+            made.append(wb.rand(*shape, placement=wb.placement.all("cpu"), sbp="S(0)", dtype=kind).to_local())
+        return torch.equal(torch.view_as_real(made[0]), made[1])
+
+    assert run_ranks(program) == [True, True]
+
+
 def test_distributions_draw_one_number_per_element():
     made = {
         "Laplace": lambda x: torch.distributions.Laplace(x, 1.0),

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,22 +20,10 @@ from workbench.tensors.global_tensor import local_torch
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.world import World, current
 
-
-@dataclass(frozen=True, slots=True)
-class Sampler:
-    """A distribution.
-
-    Attributes:
-        draw: (key, positions, dtype to be) -> values of the positions' shape.
-        kernel: kind and two parameters of ``kernels.random_slice.fill_random``, which makes the same numbers on a
-            GPU; None where no kernel does.
-    """
-
-    draw: Callable[[int, np.ndarray, torch.dtype], np.ndarray]
-    kernel: tuple[str, float, float] | None = None
-
-    def __call__(self, key: int, positions: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-        return self.draw(key, positions, dtype)
+Sampler: TypeAlias = tuple[str, float, float] | Callable[[int, np.ndarray], np.ndarray]
+"""A distribution: kind and two parameters of ``kernels.random_slice.fill_random``, or for what it does not know a
+function (key, positions) -> values of the positions' shape.
+"""
 
 
 def manual_seed(seed: int) -> None:
@@ -79,11 +66,14 @@ def sample_shard(
 ) -> torch.Tensor:
     """This rank's shard of a random tensor; ``layout`` has splits and broadcasts only."""
     region = layout.region(shape, world.rank)
-    sizes = [stop - start for start, stop in region]
-    if sampler.kernel is not None and not dtype.is_complex:
-        out = torch.empty(sizes, dtype=dtype, device=world.device)
-        kind, *parameters = sampler.kernel
-        fill_random(out, kind, key, *place_of(shape, region), *parameters)
+    if isinstance(sampler, tuple):
+        kind, low, high = sampler
+        first, strides = place_of(shape, region)
+        numbers = out = torch.empty([stop - start for start, stop in region], dtype=dtype, device=world.device)
+        if dtype.is_complex:  # pairs of real numbers, which share the variance
+            numbers, first, strides = torch.view_as_real(out), 2 * first, [*(2 * stride for stride in strides), 1]
+            high = high / math.sqrt(2) if kind == "normal" else high
+        fill_random(numbers, kind, key, first, strides, low, high)
         return out
     if world.context.recorder is not None:
         drawn: torch.Tensor = world.context.recorder.call("draw", _blockwise, sampler, key, shape, region, dtype)
@@ -92,34 +82,19 @@ def sample_shard(
         return copy_to_device(_blockwise(sampler, key, shape, region, dtype), world.device)
 
 
-def _blockwise(sampler: Sampler, key: int, shape: Shape, region: Region, dtype: torch.dtype) -> torch.Tensor:
+def _blockwise(
+    draw: Callable[[int, np.ndarray], np.ndarray], key: int, shape: Shape, region: Region, dtype: torch.dtype
+) -> torch.Tensor:
     sizes = [stop - start for start, stop in region]
-    blocks = [_sample(sampler, key, positions, dtype) for positions in position_blocks(sizes, *place_of(shape, region))]
-    joined = blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else torch.empty(0, dtype=dtype)
-    return joined.view(sizes)
+    places = position_blocks(sizes, *place_of(shape, region))
+    blocks = [torch.from_numpy(draw(key, positions)).to(dtype) for positions in places]
+    return (torch.cat(blocks) if blocks else torch.empty(0, dtype=dtype)).view(sizes)
 
 
 def place_of(shape: Shape, region: Region) -> tuple[int, list[int]]:
     """Position in the logical tensor of a region's first element, and the strides of the logical tensor."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return sum(start * stride for (start, _), stride in zip(region, strides, strict=True)), strides
-
-
-def _sample(sampler: Sampler, key: int, positions: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    if dtype.is_complex:
-        parts = [torch.from_numpy(sampler(key, positions * 2 + part, dtype)) for part in (0, 1)]
-        return torch.complex(*(part.double() for part in parts)).to(dtype)
-    return torch.from_numpy(np.ascontiguousarray(sampler(key, positions, dtype))).to(dtype)
-
-
-_MANTISSA_BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-
-
-def _unit(key: int, at: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Uniform in [0, 1) with as many bits as the dtype holds, so that rounding never gives one."""
-    if dtype == torch.float64:
-        return philox.uniform64(key, at)
-    return philox.uniform(key, at, _MANTISSA_BITS.get(dtype, 24))
 
 
 def _inside(key: int, at: np.ndarray) -> np.ndarray:
@@ -129,48 +104,45 @@ def _inside(key: int, at: np.ndarray) -> np.ndarray:
 
 def uniform_sampler(low: float = 0.0, high: float = 1.0) -> Sampler:
     """Uniform in [low, high)."""
-    return Sampler(lambda key, at, dtype: low + (high - low) * _unit(key, at, dtype), ("uniform", low, high))
+    return "uniform", low, high
 
 
 def normal_sampler(mean: float = 0.0, std: float = 1.0) -> Sampler:
     """Normal with this mean and standard deviation, which of a complex number is that of both parts together."""
-    return Sampler(
-        lambda key, at, dtype: mean + (std / math.sqrt(2) if dtype.is_complex else std) * philox.normal(key, at),
-        ("normal", mean, std),
-    )
+    return "normal", mean, std
 
 
 def truncated_normal_sampler(mean: float = 0.0, std: float = 1.0) -> Sampler:
     """Normal with this mean and standard deviation, cut at two standard deviations."""
     mass = math.erf(math.sqrt(2.0))
 
-    def draw(key: int, at: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    def draw(key: int, at: np.ndarray) -> np.ndarray:
         quantile = torch.from_numpy((2.0 * _inside(key, at) - 1.0) * mass)
         return mean + std * math.sqrt(2.0) * torch.erfinv(quantile).numpy()
 
-    return Sampler(draw)
+    return draw
 
 
 def log_normal_sampler(mean: float = 1.0, std: float = 2.0) -> Sampler:
     """The exponential of a normal number."""
-    return Sampler(lambda key, at, dtype: np.exp(mean + std * philox.normal(key, at)))
+    return lambda key, at: np.exp(mean + std * philox.normal(key, at))
 
 
 def exponential_sampler(rate: float = 1.0) -> Sampler:
     """Exponential with mean ``1 / rate``; never zero."""
-    return Sampler(lambda key, at, dtype: -np.log(_inside(key, at)) / rate)
+    return lambda key, at: -np.log(_inside(key, at)) / rate
 
 
 def geometric_sampler(probability: float) -> Sampler:
     """Number of trials up to the first success, at least one."""
     if probability == 1.0:
-        return Sampler(lambda key, at, dtype: np.ones(at.shape))
-    return Sampler(lambda key, at, dtype: np.maximum(np.ceil(np.log(_inside(key, at)) / np.log1p(-probability)), 1.0))
+        return lambda key, at: np.ones(at.shape)
+    return lambda key, at: np.maximum(np.ceil(np.log(_inside(key, at)) / np.log1p(-probability)), 1.0)
 
 
 def cauchy_sampler(median: float = 0.0, sigma: float = 1.0) -> Sampler:
     """Cauchy with this median and scale."""
-    return Sampler(lambda key, at, dtype: median + sigma * np.tan(np.pi * (_inside(key, at) - 0.5)))
+    return lambda key, at: median + sigma * np.tan(np.pi * (_inside(key, at) - 0.5))
 
 
 def integer_sampler(low: int, high: int) -> Sampler:
@@ -181,15 +153,14 @@ def integer_sampler(low: int, high: int) -> Sampler:
     """
     if low >= high:
         raise ValueError(f"randint(low={low}, high={high}): no integer lies in [{low}, {high}). Give a larger high.")
-    fits = -(2**53) <= low < high <= 2**53  # the kernel's parameters are doubles
-    return Sampler(
-        lambda key, at, dtype: philox.integers(key, at, low, high), ("integers", low, high) if fits else None
-    )
+    if low >= -(2**53) and high <= 2**53:  # the parameters of fill_random are doubles
+        return "integers", low, high
+    return lambda key, at: philox.integers(key, at, low, high)
 
 
 def bernoulli_sampler(probability: float) -> Sampler:
     """One with this probability, else zero."""
-    return Sampler(lambda key, at, dtype: philox.uniform(key, at) < probability, ("bernoulli", probability, 0.0))
+    return "bernoulli", probability, 0.0
 
 
 def permutation(count: int, dtype: torch.dtype, world: World, generator: torch.Generator | None = None) -> torch.Tensor:
