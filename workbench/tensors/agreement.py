@@ -44,7 +44,7 @@ def check_agreement() -> Iterator[None]:
     always.
 
     A plain tensor counts as B: it must be equal on all ranks of the placement. Each comparison costs a hash of the
-    bytes and an exchange of eight bytes per rank. Use it to look for a mistake, not in training runs.
+    bytes and a short exchange. Use it to look for a mistake, not in training runs.
 
     Raises:
         LayoutError: the ranks disagree. It names the function, the argument, the ranks, both values and the fix.
@@ -63,21 +63,17 @@ def check_plain_operand(local: torch.Tensor, world: World, layout: Layout, origi
     ``origin`` says which argument of which function the tensor is, e.g. ``"add: argument 2 (other)"``.
     """
     where = origin() if origin is not None else "a plain tensor that meets a global one"
-    identity = hashlib.blake2b(f"{local.dtype}{tuple(local.shape)}{content_hash(local)}".encode(), digest_size=7)
-    mine = torch.tensor([int.from_bytes(identity.digest(), "little")], device=world.device)
-    hashes = [int(value) for value in world.transport.all_gather(mine, f"check of {where}")]
-    first = layout.placement.grid[0]
-    odd = next((rank for rank in layout.placement if hashes[rank] != hashes[first]), None)
-    if odd is None:
+    described, first = _if_they_differ({where: local}, world, f"check of {where}"), layout.placement.grid[0]
+    differing = [rank for rank in layout.placement if described and described[rank] != described[first]]
+    if not differing:
         return
-    summaries = all_gather_object(_summary(local), world, f"values of {where}")
-    differing = [rank for rank in layout.placement if hashes[rank] != hashes[first]]
+    (_, expected), (_, found) = (described[rank][where] for rank in (first, differing[0]))
     others = f"rank{'s' * (len(differing) > 1)} {', '.join(map(str, differing))}"
     variable = name_in_user_code(local, "plain")
     taken = f'wb.to_global({variable}, placement=wb.{layout.placement}, sbp="B", broadcast_from={first})'
     raise LayoutError(
-        f"{where} is a plain tensor, and ranks {first} and {odd} hold different values: rank {first} has "
-        f"{summaries[first]}, rank {odd} has {summaries[odd]} (unlike rank {first}: {others}). A plain tensor that "
+        f"{where} is a plain tensor, and ranks {first} and {differing[0]} hold different values: rank {first} has "
+        f"{expected}, rank {differing[0]} has {found} (unlike rank {first}: {others}). A plain tensor that "
         f"meets a global one counts as B, the same on all ranks of {layout.placement}. Make it the same on all, take "
         f"one rank's with {taken}, or say that the ranks hold parts: sbp='S(0)' or sbp='P'."
     )
