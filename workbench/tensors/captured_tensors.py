@@ -10,14 +10,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.reached_objects import PLAIN_VALUES, contents_of_cell, is_of_others
+from workbench.tensors.reached_objects import PLAIN_VALUES, contents_of_cell, is_of_others, names_in
 
 Replace = Callable[[torch.Tensor], torch.Tensor]
 _TENSORS_OF_MODULES = ("_parameters", "_buffers")
@@ -43,7 +43,7 @@ def _names(value: Any, seen: set[int]) -> Iterator[str]:
     elif isinstance(value, property):
         yield from _names(value.fget, seen)
     elif isinstance(value, FunctionType) and not is_of_others(value):  # type: ignore[arg-type]
-        names = _names_in(value.__code__)
+        names = names_in(value.__code__)
         yield from names
         around = [content for cell in value.__closure__ or () for content in contents_of_cell(cell)]
         around += [value.__globals__[name] for name in names if name in value.__globals__]
@@ -51,11 +51,6 @@ def _names(value: Any, seen: set[int]) -> Iterator[str]:
             yield from _names(each, seen)
             for name in names:
                 yield from _names(getattr(type(each), name, None), seen)
-
-
-def _names_in(code: CodeType) -> set[str]:
-    inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return {*code.co_names}.union(*inner)
 
 
 class _Copies:
@@ -100,7 +95,7 @@ class _Copies:
     def _function(self, function: FunctionType) -> FunctionType:
         if not _is_users(function):
             return function
-        named = {n: function.__globals__[n] for n in _names_in(function.__code__) if n in function.__globals__}
+        named = {n: function.__globals__[n] for n in names_in(function.__code__) if n in function.__globals__}
         cells = function.__closure__ or ()
         around = [contents_of_cell(cell) for cell in cells], function.__defaults__, function.__kwdefaults__, named
         contents, defaults, keywords, variables = copies = tuple(map(self.of, around))

@@ -6,15 +6,15 @@ torch asks a tensor class for three methods (its protocol ``_Checkpointable``, w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from workbench.errors import CheckpointError
-from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
+from workbench.tensors.global_tensor import GlobalTensor, local_torch
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner import WriteItem
 
 
@@ -39,7 +39,7 @@ def chunk_list(tensor: GlobalTensor) -> list[ChunkStorageMetadata]:
     return [] if 0 in chunk.sizes else [chunk]
 
 
-def write_items(tensor: GlobalTensor, name: str, same: Any = None) -> list[WriteItem]:
+def write_items(tensor: GlobalTensor, name: str) -> list[WriteItem]:
     """What this rank could write; of equal chunks on several ranks torch's planner chooses one."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -55,8 +55,3 @@ def write_items(tensor: GlobalTensor, name: str, same: Any = None) -> list[Write
         )
         for chunk in chunk_list(tensor)
     ]
-
-
-def shard_at(tensor: GlobalTensor, index: MetadataIndex) -> torch.Tensor:
-    """This rank's shard as a plain tensor over the same storage; torch writes from it and reads into it."""
-    return plain(tensor)

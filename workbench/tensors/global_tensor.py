@@ -110,7 +110,7 @@ class GlobalTensor(TensorState):
         """A new tensor, as the owner has a new one; it takes the memory of the last step's, which is faster."""
         state = self._gradient
         if state.reusable is None or state.reusable._spec is not spec or state.reusable.dtype != self.dtype:
-            state.reusable = placeholder_like(self, spec)
+            state.reusable = wrap(new_placeholder(spec.shape, self.dtype, spec.world.device), spec)
         made = wrap(_data_slot.__get__(state.reusable), spec)  # not detach(), which would share the count of writes
         made._is_grad = True
         return made
@@ -353,13 +353,13 @@ class GlobalTensor(TensorState):
         return later.copying.reduce(self, protocol)
 
     def __create_write_items__(self, name: str, same: Any = None) -> Any:
-        return later.checkpoint_chunks.write_items(self, name, same)
+        return later.checkpoint_chunks.write_items(self, name)
 
     def __create_chunk_list__(self) -> Any:
         return later.checkpoint_chunks.chunk_list(self)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return later.checkpoint_chunks.shard_at(self, index)
+        return plain(self)  # torch writes from it and reads into it
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         text: str = later.describe(self)
@@ -392,8 +392,3 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     with local_torch():
         return tensor.detach()
-
-
-def placeholder_like(tensor: torch.Tensor, spec: Spec) -> GlobalTensor:
-    """A placeholder with the dtype of ``tensor``."""
-    return wrap(new_placeholder(spec.shape, tensor.dtype, spec.world.device), spec)

@@ -139,7 +139,7 @@ def _of_code(value: Any) -> list[Any]:
     if isinstance(value, type):
         own = {n: v for n, v in vars(value).items() if not n.startswith(_NO_VARIABLES) or isinstance(v, FunctionType)}
         return [Variables(value, frozenset(own)), *value.__bases__]
-    names = _named_in(value.__code__)
+    names = names_in(value.__code__)
     named = Variables(value.__globals__, names)
     modules = [each for each in named.read().values() if isinstance(each, ModuleType)]
     inside = [Variables(each.__dict__, names) for each in modules if _may_have_state(each.__name__)]
@@ -151,7 +151,7 @@ def _may_have_state(module_name: Any) -> bool:
     return isinstance(module_name, str) and module_name.partition(".")[0] not in _WITHOUT_STATE
 
 
-def _named_in(code: CodeType) -> frozenset[str]:
+def names_in(code: CodeType) -> frozenset[str]:
     """Names of variables and attributes in a function's code, and in that of functions inside it."""
-    inner = [_named_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return frozenset(code.co_names).union(*inner)

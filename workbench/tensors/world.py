@@ -129,7 +129,7 @@ def current() -> World:
     Raises:
         WorldError: a launcher has set RANK but ``wb.init()`` was not called.
     """
-    world: World | None = getattr(thread_world, "world", None) or _process_world
+    world = joined()
     if world is not None:
         return world
     if launcher_value("world_size", 1) > 1:

@@ -23,9 +23,10 @@ from workbench.core.sbp import Partial
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.box import box
 from workbench.tensors.conversion import from_local
+from workbench.tensors.dispatch.hooks import GradientConversion
 from workbench.tensors.dispatch.registry import EXACT
 from workbench.tensors.execution_context import ExecutionContext
-from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, placeholder_like, wrap
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder
 from workbench.tensors.patch_table import patch
 
 
@@ -184,10 +185,8 @@ class _ReachedInputs:
         tensor = self.inputs[number]
         if not isinstance(tensor, GlobalTensor):
             return value
-        if value is None:
-            return placeholder_like(tensor, tensor._spec.dual) if number in self.placeholders else None
-        with local_torch():
-            return wrap(value.view_as(value).as_subclass(torch.Tensor), tensor._spec.dual)
+        is_reached = value is not None or number in self.placeholders
+        return GradientConversion(tensor).to_global(value) if is_reached else None
 
 
 def _listed(value: Any) -> list[Any]:

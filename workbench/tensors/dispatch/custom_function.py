@@ -35,7 +35,7 @@ from workbench.tensors.dispatch.function_trials import (
     writes_of,
 )
 from workbench.tensors.dispatch.gradient_layout import with_whole_gradients
-from workbench.tensors.dispatch.local_map import aliases
+from workbench.tensors.dispatch.local_map import aliases, plain_alias
 from workbench.tensors.dispatch.placeholder_calls import has_data
 from workbench.tensors.dispatch.planning import key_of
 from workbench.tensors.dispatch.registry import RULES, USER_FUNCTION_NAMES, Call, Resolution
@@ -67,7 +67,7 @@ class PlainApply:
 
     def __call__(self, *args: Any) -> Any:
         copied = {argument for _, argument in self.behavior.writes}
-        given = tuple(_copy(a) if i in copied else a for i, a in enumerate(unkeep(tree_map(_plain, args))))
+        given = tuple(_copy(a) if i in copied else a for i, a in enumerate(unkeep(tree_map(plain_alias, args))))
         is_real = all(has_data(x) for x in tree_leaves(given) if isinstance(x, torch.Tensor))
         draws = _generator() if is_real and self.behavior.is_random else nullcontext()
         trial = nullcontext() if is_real else without_traces(self.cls, given)
@@ -195,10 +195,6 @@ def bound_arguments(cls: type[Function], args: tuple[Any, ...], kwargs: dict[str
 
 def _static_key(arg: Any) -> Any:
     return torch.Tensor if isinstance(arg, torch.Tensor) else key_of(arg)
-
-
-def _plain(leaf: Any) -> Any:
-    return leaf.as_subclass(torch.Tensor) if isinstance(leaf, GlobalTensor) else leaf
 
 
 def _copy(value: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from workbench.errors import LayoutError
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.object_collectives import all_gather_object, raise_on_all_ranks
+from workbench.tensors.object_collectives import all_gather_object, run_on_all_ranks
 from workbench.tensors.patch_table import patch
 from workbench.tensors.tensor_state import Spec
 
@@ -35,18 +35,16 @@ def _saving_whole(transformers_own: Any) -> Any:
         wanted = all_gather_object(os.path.abspath(save_directory) if is_main_process else None, world, what)
         writes = is_main_process and wanted.index(wanted[world.rank]) == world.rank  # one rank writes each directory
         whole = _whole_tensors(given, held, keeps=writes)
-        result, error = None, None
-        try:
-            if writes:
-                # transformers' own also asks torch.distributed, and lets only rank 0 write.
-                self.should_save_on_this_rank = lambda is_main_process: is_main_process
-                result = transformers_own(self, save_directory, True, whole, *args, **kwargs)
-        except Exception as raised:  # noqa: BLE001 - raised below, on all ranks
-            error = raised
-        finally:
-            vars(self).pop("should_save_on_this_rank", None)
-        raise_on_all_ranks(error, world, what)
-        return result
+
+        def write() -> Any:
+            # transformers' own also asks torch.distributed, and lets only rank 0 write.
+            self.should_save_on_this_rank = lambda is_main_process: is_main_process
+            try:
+                return transformers_own(self, save_directory, True, whole, *args, **kwargs)
+            finally:
+                vars(self).pop("should_save_on_this_rank", None)
+
+        return run_on_all_ranks(write if writes else lambda: None, world, what)
 
     return save_pretrained
 
