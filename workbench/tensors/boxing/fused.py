@@ -32,7 +32,7 @@ from workbench.tensors.global_tensor import (
 )
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
 from workbench.tensors.tensor_state import spread_zero
-from workbench.tensors.world import World, current
+from workbench.tensors.world import current
 
 Pair = tuple[Spec, Spec]
 """Where a tensor comes from and where it goes."""
@@ -78,14 +78,7 @@ def to_global_many(
 def to_global_async(
     tensor: GlobalTensor, placement: Placement | None = None, sbp: SbpLike | None = None
 ) -> Handle[GlobalTensor]:
-    """``to_global`` that sends now and receives in the handle's ``wait()``. All ranks of the world call both.
-
-    It sends the present values, so the tensor may be written before the wait. The result has a gradient like that of
-    any boxing. If the tensor has the layout already, nothing is sent. The result is then the tensor itself, as in
-    ``to_global``, and shows later writes.
-
-    ``handle = x.to_global_async(sbp="B"); y = f(z); x = handle.wait()`` computes ``y`` while data is in transit.
-    """
+    """``GlobalTensor.to_global_async``."""
     many = box_many([tensor], [_target(tensor, placement, sbp)], True)
     return Handle(lambda: many.wait()[0])
 
@@ -128,30 +121,36 @@ def _num_bytes(tensor: GlobalTensor) -> int:
 
 def _start_bucket(tensors: list[GlobalTensor], targets: list[Spec], is_later: bool) -> Callable[[], list[GlobalTensor]]:
     pairs = [(tensor._spec, target) for tensor, target in zip(tensors, targets, strict=True)]
-    world, dtype = targets[0].world, tensors[0].dtype
-    _trace(pairs, dtype, "forward", "to_global_many")
-    work = _FusedWork(pairs, world, dtype, world.context.next_tag(), is_later)
+    tag = targets[0].world.context.next_tag()
+    _trace(pairs, tensors[0].dtype, "forward", "to_global_many")
+    linked: Any = None
     with local_torch():
-        if torch.is_grad_enabled() and tensors[0].requires_grad:
+        is_differentiable = torch.is_grad_enabled() and tensors[0].requires_grad
+        if is_differentiable:
             for source, target in pairs:
                 check_differentiable(source, target, "to_global_many")
-            linked = _BoxMany.apply(work, False, *tensors)
-
-            def fill() -> list[GlobalTensor]:
-                with local_torch(), torch.no_grad():
-                    for out, result, target in zip(linked, work.finish(), targets, strict=True):
-                        if not target.is_placeholder:  # which has no data to fill
-                            out.detach().copy_(result)
-                    return [wrap(out, target) for out, target in zip(linked, targets, strict=True)]
-
-            return fill
-        work.start(tensors)
+        locals_ = [tensor.detach() for tensor in tensors]
+        work = _start(pairs, [local.clone() for local in locals_] if is_later else locals_, tag)
+        if is_differentiable:
+            linked = _BoxMany.apply(pairs, tag, False, *tensors)
 
     def finish() -> list[GlobalTensor]:
-        with local_torch():
-            return [wrap(result, target) for result, target in zip(work.finish(), targets, strict=True)]
+        with local_torch(), torch.no_grad():
+            results = work.finish()
+            for out, result, target in zip(linked or (), results, targets, strict=False):
+                if not target.is_placeholder:  # which has no data to fill
+                    out.detach().copy_(result)
+            return [wrap(result, target) for result, target in zip(linked or results, targets, strict=True)]
 
     return finish
+
+
+def _start(pairs: Sequence[Pair], locals_: Sequence[torch.Tensor], tag: int) -> BoxingWork:
+    """Send this rank's slices of the tensors of one bucket, which are of one dtype."""
+    exchanges = [direct_exchange(source, target, locals_[0].dtype) for source, target in pairs]
+    titles = "; ".join(dict.fromkeys(exchange.plan.title for exchange in exchanges))
+    of_batch = exchanges[0].world.context.of_batch
+    return BoxingWork(exchanges, locals_, tag, f"fused boxing of {len(exchanges)} tensors, {titles}{of_batch}")
 
 
 def _trace(pairs: Sequence[Pair], dtype: torch.dtype, direction: str, function: str = "") -> None:
@@ -162,56 +161,39 @@ def _trace(pairs: Sequence[Pair], dtype: torch.dtype, direction: str, function: 
             tracer.add(tracer.site(function), direction, plan, dtype)
 
 
-class _FusedWork:
-    """The boxings of one bucket, of one dtype; ``is_later``: their sources may be written before ``finish``."""
-
-    def __init__(self, pairs: Sequence[Pair], world: World, dtype: torch.dtype, tag: int, is_later: bool) -> None:
-        self.pairs, self.world, self.dtype, self.tag, self.is_later = pairs, world, dtype, tag, is_later
-
-    def start(self, locals_: Sequence[torch.Tensor]) -> None:
-        """Send this rank's slices for other ranks."""
-        locals_ = [local.clone() for local in locals_] if self.is_later else locals_
-        exchanges = [direct_exchange(source, target, self.dtype) for source, target in self.pairs]
-        titles = "; ".join(dict.fromkeys(exchange.plan.title for exchange in exchanges))
-        header = f"fused boxing of {len(exchanges)} tensors, {titles}{self.world.context.of_batch}"
-        self._work = BoxingWork(exchanges, locals_, self.tag, header)
-
-    def finish(self) -> list[torch.Tensor]:
-        """The new shards."""
-        return self._work.finish()
-
-
 class _BoxMany(torch.autograd.Function):
-    """The boxings of one bucket. Every rank of the world has the node, so backward reaches it on every rank."""
+    """The boxings of one bucket. Every rank of the world has the node, so backward reaches it on every rank.
+
+    Its results have their values if ``is_now``; else room for them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, work: _FusedWork, is_now: bool, *locals_: torch.Tensor) -> Any:
+    def forward(ctx: Any, pairs: Sequence[Pair], tag: int, is_now: bool, *locals_: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.work = (work.pairs, work.world, work.dtype, work.tag)
-        work.start([local.detach() for local in locals_])
+        ctx.boxing = pairs, tag, locals_[0].dtype
         if is_now:
             with without_view_relations():
-                return tuple(work.finish())
-        return tuple(_room_for(target, work) for _, target in work.pairs)
+                return tuple(_start(pairs, [local.detach() for local in locals_], tag).finish())
+        return tuple(_room_for(target, locals_[0].dtype) for _, target in pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        pairs, world, dtype, tag = ctx.work
+        pairs, tag, dtype = ctx.boxing
         if any(source.is_placeholder for source, _ in pairs):
             mark_placeholder_leaves(ctx)
         duals = [(target.dual, source.dual) for source, target in pairs]
         whole = [
-            spread_zero(incoming.local_shape, dtype, world.device) if grad is None else grad
+            spread_zero(incoming.local_shape, dtype, incoming.world.device) if grad is None else grad
             for grad, (incoming, _) in zip(grads, duals, strict=True)
         ]
-        results = _BoxMany.apply(_FusedWork(duals, world, dtype, tag | 1, False), True, *whole)
+        results = _BoxMany.apply(duals, tag | 1, True, *whole)
         _trace(duals, dtype, "backward")
         keeps = torch.is_grad_enabled()
         found = [r if keeps or not out.is_placeholder else None for r, (_, out) in zip(results, duals, strict=True)]
-        return (None, None, *found)
+        return (None, None, None, *found)
 
 
-def _room_for(target: Spec, work: _FusedWork) -> torch.Tensor:
+def _room_for(target: Spec, dtype: torch.dtype) -> torch.Tensor:
     if target.is_placeholder:
-        return new_placeholder(target.shape, work.dtype, work.world.device)
-    return torch.empty(target.local_shape, dtype=work.dtype, device=work.world.device)
+        return new_placeholder(target.shape, dtype, target.world.device)
+    return torch.empty(target.local_shape, dtype=dtype, device=target.world.device)
