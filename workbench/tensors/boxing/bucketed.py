@@ -222,7 +222,8 @@ class BoxingWork:
         for destination, bundle in _bundles(outgoing, dtype):
             key = tuple((i, move.source_region) for i, move in bundle)
             if key not in packed:
-                packed[key] = _packed([slice_region(self._locals[i], region) for i, region in key])
+                parts = [slice_region(self._locals[i], region) for i, region in key]
+                packed[key] = pack(parts) if len(parts) > 1 else parts[0]
             sends.append((destination, packed[key]))
         expected = list(_bundles(incoming, dtype))
         wanted = [(source, _packed_shape(bundle)) for source, bundle in expected]
@@ -274,11 +275,6 @@ def _bundles(by_rank: dict[int, list[_Part]], dtype: torch.dtype) -> Iterator[tu
                 small.append(part)
         if small:
             yield rank, small
-
-
-def _packed(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The content of one message: a single tensor unchanged, several tensors joined."""
-    return pack(parts) if len(parts) > 1 else parts[0]
 
 
 def _packed_shape(bundle: list[_Part]) -> tuple[int, ...]:

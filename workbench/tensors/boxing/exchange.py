@@ -236,7 +236,7 @@ class Exchange:
         if self._is_placeholder:
             return self._placeholder()
         if self._is_local:
-            return self._exchange_pieces(local, tag)
+            return self._start_pieces(local, tag)()
         if local.device != world.device:  # an optimizer's state in host memory
             local = local.to(world.device)
         started = world.traffic.now()
@@ -294,9 +294,6 @@ class Exchange:
             return self._placeholder() if result is None else result
         if self.plan.kind == "all-reduce":
             return transport.all_reduce(local, self.group, self.plan.reduction or "sum", tag, self._header)
-        return self._exchange_pieces(local, tag)
-
-    def _exchange_pieces(self, local: torch.Tensor, tag: int) -> torch.Tensor:
         return self._start_pieces(local, tag)()
 
     def _start_pieces(self, local: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
