@@ -132,25 +132,15 @@ class GradientState:
         sum: the sum of the terms of ``.grad`` over ranks, with what it holds for (see ``training.gradients``).
     """
 
-    __slots__ = ("placeholder", "reusable", "shard", "shard_spec", "sum")
-
-    def __init__(self) -> None:
-        self.placeholder: Any = False
-        self.reusable: Any = None
-        self.shard: Any = None
-        self.shard_spec: tuple[Any, Any] | None = None
-        self.sum: Any = None
+    placeholder: Any = False
+    reusable: Any = None
+    shard: Any = None
+    shard_spec: tuple[Any, Any] | None = None
+    sum: Any = None
 
 
 class _NoGradientState(GradientState):
     """The state of all tensors that have none of their own; nothing can be written to it."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        for name, value in (("placeholder", False), ("reusable", None), ("shard", None), ("sum", None)):
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "shard_spec", None)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"{name}: this state belongs to all tensors. Take gradient_state(tensor).")

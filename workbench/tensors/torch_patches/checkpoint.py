@@ -14,8 +14,8 @@ that the second part asks again is kept for it, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -110,13 +110,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             world.context.running.refuse_second_recomputation()
         with hidden_from_modes():
             inputs, named = _wrapped(specs, arrivals, inputs, named)
-        before = _generator_state(world)
-        _set_generator_state(world, random_state)
-        try:
-            with world.context.temporarily(call=call), _recording_versions():
-                return function(*inputs, **named)
-        finally:
-            _set_generator_state(world, before)
+        with _drawing_from(random_state, world), world.context.temporarily(call=call), _recording_versions():
+            return function(*inputs, **named)
 
     boxings = None if world.context.running is None else world.context.running.boxings
     num_uses = -1 if boxings is None else boxings.num_uses
@@ -286,15 +281,11 @@ def _drawing_alike(function: Callable[..., Any], world: World) -> Callable[..., 
     states: list[torch.Tensor | None] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = _generator_state(world)
         if not states:
-            states.append(before)
+            states.append(_generator_state(world))
             return function(*args, **kwargs)
-        _set_generator_state(world, states[0])
-        try:
+        with _drawing_from(states[0], world):
             return function(*args, **kwargs)
-        finally:
-            _set_generator_state(world, before)
 
     return run
 
@@ -310,9 +301,20 @@ def _generator_state(world: World) -> torch.Tensor | None:
     return None if world.context.generator is None else world.context.generator.get_state()
 
 
-def _set_generator_state(world: World, state: torch.Tensor | None) -> None:
-    if state is not None and world.context.generator is not None:
-        world.context.generator.set_state(state)
+@contextmanager
+def _drawing_from(state: torch.Tensor | None, world: World) -> Iterator[None]:
+    """Context in which the world's generator, if it has one, begins with this state; then it goes on as before."""
+    generator = world.context.generator
+    if generator is None:
+        yield
+        return
+    before = generator.get_state()
+    if state is not None:
+        generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
 
 
 # torch's ``checkpoint`` only calls its attribute ``__dynamo_disable``, where that is set.

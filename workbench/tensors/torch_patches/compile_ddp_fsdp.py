@@ -172,15 +172,11 @@ def _count_as_compiled() -> None:
 def _check_averaged(self: swa_utils.AveragedModel, model: nn.Module) -> None:
     """Raise ``LayoutError`` if the copy stayed where the model was before it got another strategy."""
     pairs = [
-        (name, mean, parameter)
+        (name, mean._spec.layout, parameter._spec.layout)
         for (name, mean), parameter in zip(self.module.named_parameters(), model.parameters(), strict=False)
         if isinstance(mean, GlobalTensor) and isinstance(parameter, GlobalTensor)
     ]
-    apart = [
-        (name, mean._spec.layout, parameter._spec.layout)
-        for name, mean, parameter in pairs
-        if set(mean._spec.layout.placement.grid) != set(parameter._spec.layout.placement.grid)
-    ]
+    apart = [pair for pair in pairs if not pair[1].placement.has_ranks_of(pair[2].placement)]
     if apart:
         name, old, new = apart[0]
         raise LayoutError(
