@@ -185,11 +185,9 @@ class _Mapping:
         self, args: Any, kwargs: Any, operands: list[GlobalTensor], known: Spec
     ) -> tuple[Any, list[tuple[Spec, torch.dtype, Any]]]:
         """Structure of what the function returns, and spec, dtype and links of each result, the same on all ranks."""
-        if self.out_shape is not None:
-            return self._given_results(operands, known)
         placement = known.layout.placement
-        inferred = {rank: self._infer_on(rank, args, kwargs) for rank in placement}
-        infos, structure, leaves = inferred[placement.grid[0]]
+        inferred = {} if self.out_shape is not None else {r: self._infer_on(r, args, kwargs) for r in placement}
+        infos, structure, leaves = inferred[placement.grid[0]] if inferred else self._given(operands)
         for leaf in leaves:
             if leaf is not TENSOR:
                 raise LayoutError(
@@ -202,8 +200,9 @@ class _Mapping:
             where = f"{self.name}: result {number}, out_sbp" if len(infos) > 1 else f"{self.name}: out_sbp"
             layout = _layout(placement, entry, shape, where)
             _check_differentiable(layout, links, where)
-            shapes = {rank: found[0][number][0] for rank, found in inferred.items()}
-            results.append((spec_of(known.world, layout, _whole_shape(shapes, layout, where)), dtype, links))
+            if inferred:
+                shape = _whole_shape({rank: found[0][number][0] for rank, found in inferred.items()}, layout, where)
+            results.append((spec_of(known.world, layout, shape), dtype, links))
         return structure, results
 
     def _infer_on(self, rank: int, args: Any, kwargs: Any) -> Any:
@@ -229,19 +228,14 @@ class _Mapping:
                 "out_shape=, the logical shapes."
             ) from raised
 
-    def _given_results(self, operands: list[GlobalTensor], known: Spec) -> Any:
+    def _given(self, operands: list[GlobalTensor]) -> Any:
+        """What ``infer_outputs`` would give, by ``out_shape``, for whole results."""
         is_single = all(isinstance(size, int) for size in self.out_shape)
         shapes = [tuple(self.out_shape)] if is_single else [tuple(shape) for shape in self.out_shape]
-        _, structure = tree_flatten(0 if is_single else (0,) * len(shapes))
+        leaves, structure = tree_flatten(TENSOR if is_single else (TENSOR,) * len(shapes))
         dtype = next((t.dtype for t in operands if t.is_floating_point()), operands[0].dtype)
         links = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
-        results = []
-        for number, (entry, shape) in enumerate(zip(self._out_entries(structure, len(shapes)), shapes, strict=True)):
-            where = f"{self.name}: result {number}, out_sbp"
-            layout = _layout(known.layout.placement, entry, shape, where)
-            _check_differentiable(layout, links, where)
-            results.append((spec_of(known.world, layout, shape), dtype, links))
-        return structure, results
+        return [(shape, dtype, links) for shape in shapes], structure, leaves
 
     def _out_entries(self, structure: Any, num_results: int) -> list[Any]:
         if structure.is_leaf():
