@@ -79,10 +79,13 @@ class World:
         return tuple(map(str, self.transport.groups))
 
     def forget_decisions(self) -> None:
-        """Drop plans that depend on a transport and its cost: ranks that have joined since would plan otherwise."""
+        """Drop plans that depend on a transport and its cost: ranks that have joined since would plan otherwise. So do
+        targets, whose ranks may be gone.
+        """
         self.plans.clear()
         for spec in self.specs.values():
             spec.exchanges.clear()
+            spec.targets.clear()
 
     def rejoin(self, world_size: int, transport: Transport) -> None:
         """Exchange by a new transport, with as many ranks as before, more, or fewer."""
@@ -102,7 +105,6 @@ class World:
         for key, spec in gone.items():
             former.specs[key] = self.specs.pop(key)
             spec.world, spec.plans = former, former.plans
-            spec.exchanges.clear()
 
     def abort(self, reason: str) -> None:
         """End the main thread's waits with ``CollectiveAborted``; may be called from any thread."""

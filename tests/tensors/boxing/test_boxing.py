@@ -311,3 +311,17 @@ def test_after_a_rebuild_no_rank_uses_an_implicit_boxing_that_others_may_not_hav
         return [product.full_tensor().sum().item() for product in products]
 
     assert run_ranks(program) == [[64.0] * 3] * 2
+
+
+def test_a_layout_that_was_asked_for_on_more_ranks_is_looked_up_in_the_present_world():
+    def program():
+        world, wide = current(), wb.placement.all("cpu")
+        x = wb.arange(2, placement=wb.placement("cpu", ranks=[0, 1]), sbp="B")
+        x.to_global(placement=wide)
+        if world.rank == 2:
+            return
+        world.rejoin(2, world.transport)
+        with pytest.raises(PlacementError, match="rank 2 does not exist; this world has 2 ranks"):
+            x.to_global(placement=wide)
+
+    run_ranks(program, 3)
