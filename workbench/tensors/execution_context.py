@@ -37,10 +37,6 @@ def batch_in_header(batch: str) -> str:
     return f", of batch {batch}" if batch else ""
 
 
-def _checks_by_default() -> bool:
-    return os.environ.get("WORKBENCH_CHECK", "0") not in ("", "0")
-
-
 @dataclass(slots=True)
 class ExecutionContext:
     """The state of the program that runs in a world, as ``world.context``: what it is in, and what it has counted.
@@ -67,7 +63,7 @@ class ExecutionContext:
 
     generator: torch.Generator | None = None
     implicit_boxing_allowed: bool = True
-    checks_agreement: bool = field(default_factory=_checks_by_default)
+    checks_agreement: bool = field(default_factory=lambda: os.environ.get("WORKBENCH_CHECK", "0") not in ("", "0"))
     tracer: Any = None
     action_timer: Any = None
     profiler: Any = None

@@ -23,7 +23,8 @@ from workbench.transport.user_code import name_in_user_code
 
 def argument_text(func: Callable[..., Any], args: Any, kwargs: Any, tensor: Any) -> str:
     """``"argument 2 (weight)"`` for the argument that is ``tensor`` or holds it; counted from one."""
-    names = _parameter_names(func, len(args))
+    overloads = (tuple(name for name, _, _ in overload) for overload in parameters_of(func))
+    names = next((names for names in overloads if len(names) >= len(args)), ())
     for position, value in enumerate(args):
         if any(leaf is tensor for leaf in tree_leaves(value)):
             return f"argument {position + 1}" + (f" ({names[position]})" if position < len(names) else "")
@@ -31,11 +32,6 @@ def argument_text(func: Callable[..., Any], args: Any, kwargs: Any, tensor: Any)
         if any(leaf is tensor for leaf in tree_leaves(value)):
             return f"argument {name!r}"
     return "an operand"
-
-
-def _parameter_names(func: Callable[..., Any], num_args: int) -> tuple[str, ...]:
-    overloads = (tuple(name for name, _, _ in overload) for overload in parameters_of(func))
-    return next((names for names in overloads if len(names) >= num_args), ())
 
 
 def plain_operand_text(func: Callable[..., Any], args: Any, kwargs: Any, tensor: Any) -> str:

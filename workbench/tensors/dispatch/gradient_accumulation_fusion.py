@@ -46,12 +46,12 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 def _step_that_adds(weight: Any) -> Any:
     """The scheduled step whose micro-batches accumulate in place; None where torch makes the weight's gradient."""
-    if weight.numel() < gradient_accumulation.SMALLEST_NUMEL or not _is_parameter(weight) or not weight.requires_grad:
+    if weight.numel() < gradient_accumulation.SMALLEST_NUMEL or not weight.is_floating_point():
         return None
+    if not (isinstance(weight, GlobalTensor) and weight._is_param and weight.is_leaf and weight.requires_grad):
+        return None  # it may be made of a parameter
     running = weight._spec.world.context.running
     if running is None or running.num_micro_batches == 1 or running.splits_backward or not torch.is_grad_enabled():
-        return None
-    if not weight.is_floating_point():
         return None
     # A block that is being recorded must show torch's functions, a recomputation must save the same tensors, and a
     # transform must see functions that it knows.
@@ -61,11 +61,6 @@ def _step_that_adds(weight: Any) -> Any:
         hooks is not None and not getattr(getattr(hooks[0], "__self__", None), "only_moves", False)
     )
     return None if is_observed else running
-
-
-def _is_parameter(tensor: Any) -> bool:
-    """Whether a tensor is a parameter itself, and not something made of one."""
-    return isinstance(tensor, GlobalTensor) and tensor._is_param and tensor.is_leaf
 
 
 def _gradient_to_add_to(weight: Any, running: Any, ctx: Any) -> torch.Tensor | None:

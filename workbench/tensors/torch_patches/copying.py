@@ -99,19 +99,16 @@ def reduce(tensor: GlobalTensor, protocol: Any) -> tuple[Any, ...] | str:
             vars(whole).update(attributes)
             return whole.__reduce_ex__(protocol)
     warnings.warn(_KEEPS_A_SHARD, stacklevel=2)
+    ranks = torch.tensor(placement.grid).reshape(placement.shape).tolist()
     return rebuild, (
         local,
-        (placement.device_type, _plain_lists(placement), [str(entry) for entry in spec.layout.sbp]),
+        (placement.device_type, ranks, [str(entry) for entry in spec.layout.sbp]),
         list(spec.shape),
         (spec.world.rank, spec.world.world_size),
         needs_grad,
         tensor._is_param,
         attributes,
     )
-
-
-def _plain_lists(placement: Placement) -> Any:
-    return torch.tensor(placement.grid).reshape(placement.shape).tolist()
 
 
 def rebuild(

@@ -42,14 +42,10 @@ def _taking_whole(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, GlobalTensor) else tensor
-
-
 def _reading_whole(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(torchs_own)
     def create_mask(mod_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return torchs_own(with_plain_captures(mod_fn, _whole), *args, **kwargs)
+        return torchs_own(with_plain_captures(mod_fn, whole_values), *args, **kwargs)
 
     return create_mask
 
