@@ -282,12 +282,8 @@ def _logical_metadata(metadata: list[_Metadata], layout: Layout) -> tuple[tuple[
                 f"{other.shape}. All ranks of {placement} give the same dtype and number of dims."
             )
     layout = layout.normalized(first.shape)
-    shape = list(first.shape)
-    for entry in layout.sbp:
-        if isinstance(entry, Split):
-            shape[entry.dim] = sum(
-                metadata[r].shape[entry.dim] for r in layout.ranks_along(entry.dim, placement.grid[0])
-            )
+    lines = (layout.ranks_along(dim, placement.grid[0]) for dim in range(len(first.shape)))
+    shape = [sum(metadata[rank].shape[dim] for rank in line) for dim, line in enumerate(lines)]
     for rank in placement:
         split = {entry.dim for entry in layout.sbp if isinstance(entry, Split)}
         fixed = [d for d in range(len(shape)) if d not in split and metadata[rank].shape[d] != shape[d]]
@@ -307,7 +303,7 @@ def _check_copies(metadata: list[_Metadata], layout: Layout) -> None:
         coordinates = layout.placement.coordinates(rank)
         place = tuple(c for c, entry in zip(coordinates, layout.sbp, strict=True) if not isinstance(entry, Broadcast))
         first = copies.setdefault(place, rank)
-        if any(isinstance(entry, Broadcast) for entry in layout.sbp) and metadata[first].hash != metadata[rank].hash:
+        if metadata[first].hash != metadata[rank].hash:
             raise LayoutError(
                 f"to_global(sbp={layout.sbp}): ranks {first} and {rank} hold different values, but B "
                 f"means the same value on "

@@ -14,9 +14,9 @@ import torch
 from workbench.core.layout import Layout, Shape
 from workbench.core.placement import Placement
 from workbench.core.sbp import SbpLike
-from workbench.errors import LayoutError
 from workbench.tensors import random
 from workbench.tensors.boxing.box import box
+from workbench.tensors.boxing.exchange import check_devices
 from workbench.tensors.conversion import refuse_dtensor, to_global
 from workbench.tensors.global_tensor import GlobalTensor, new_placeholder, spec_of, wrap
 from workbench.tensors.world import World, current
@@ -35,20 +35,12 @@ def create(
     wanted = Layout.of(placement, sbp).normalized(shape)
     whole = wanted.without_terms()
     spec = spec_of(world, whole, shape)
-    _check_device(world, placement)
+    check_devices(world, placement)
     local = new_placeholder(shape, dtype, world.device) if spec.is_placeholder else fill(whole, world)
     result = box(wrap(local, spec), wanted)
     if requires_grad:
         result.requires_grad_()
     return result
-
-
-def _check_device(world: World, placement: Placement) -> None:
-    if world.rank in placement and placement.device_type != world.device.type:
-        raise LayoutError(
-            f"{placement}: rank {world.rank} of this world works on {world.device}. "
-            f'Use placement("{world.device.type}", ...).'
-        )
 
 
 def _shape_of(size: tuple[Size, ...]) -> Shape:

@@ -14,6 +14,7 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import broadcast, split
 from workbench.tensors.boxing.exchange import exchange_between
 from workbench.tensors.global_tensor import local_torch, spec_of
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current
 
 _BYTES = 4 * 2**20
@@ -74,9 +75,6 @@ def _time_gather(world: World, numel: int, num_times: int) -> float:
 
 def _agreed(world: World, measured: LinkCost) -> LinkCost:
     """The slowest rank's figures, on every rank."""
-    figures = [measured.latency_s, measured.bandwidth_bytes_per_s]
-    gathered = world.transport.all_gather(
-        torch.tensor(figures, dtype=torch.float64, device=world.device), "calibrate()"
-    )
-    latencies, bandwidths = zip(*(figures.tolist() for figures in gathered), strict=True)
-    return replace(world.transport.cost, latency_s=max(latencies), bandwidth_bytes_per_s=min(bandwidths))
+    every = all_gather_object(measured, world, "calibrate()")
+    latency_s, bandwidth = max(each.latency_s for each in every), min(each.bandwidth_bytes_per_s for each in every)
+    return replace(world.transport.cost, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)

@@ -164,7 +164,7 @@ class Exchange:
 
     def __init__(self, plan: BoxingPlan, source: Spec, target: Spec, dtype: torch.dtype) -> None:
         world = source.world
-        _check_devices(world, source.layout.placement, target.layout.placement)
+        check_devices(world, source.layout.placement, target.layout.placement)
         self.plan, self.target, self.dtype, self.world = plan, target, dtype, world
         self._is_placeholder, self._is_local = source.is_placeholder and target.is_placeholder, plan.is_local
         self._title = f"{plan.title}, {str(dtype).removeprefix('torch.')}"
@@ -326,7 +326,8 @@ class Exchange:
         return new_placeholder(self.target.shape, self.dtype, self.world.device)
 
 
-def _check_devices(world: World, *placements: Placement) -> None:
+def check_devices(world: World, *placements: Placement) -> None:
+    """Raise ``LayoutError`` if this rank is in a placement on devices of another type than its own."""
     for placement in placements:
         if placement.device_type != world.device.type and world.rank in placement:
             raise LayoutError(
