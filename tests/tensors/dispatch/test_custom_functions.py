@@ -1,6 +1,7 @@
 """Custom autograd functions on global tensors: the numbers of one device, on shards or on gathered operands."""
 
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import workbench as wb
 from tests.tensors.dispatch import custom_functions as fns
 from tests.training.classifier_steps import assert_steps_equal_one_device
 from workbench.errors import ExplicitBoxingError, LayoutError
+from workbench.tensors.dispatch.custom_function import PlainApply
 from workbench.tensors.dispatch.custom_function import _warned as function_warnings
 from workbench.tensors.dispatch.fallback import FallbackWarning, _warned
+from workbench.tensors.dispatch.registry import USER_FUNCTION_NAMES
 from workbench.testing import run_ranks
 
 GATHERS = pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
@@ -309,3 +312,30 @@ def test_a_function_may_keep_a_result_that_has_no_gradient(name, sbp):
 
     for found, kind in run_ranks(program, 2):
         assert torch.equal(found, expected) and kind is torch.Tensor
+
+
+@dataclass
+class Factor:
+    """Equal to others by its value, and so without a hash."""
+
+    value: float
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor.value
+        return x * factor.value
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+def test_calls_with_arguments_without_a_hash_share_a_function():
+    def program():
+        x = wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)")
+        return [Scaled.apply(x, Factor(2.0)).sum().item() for _ in range(3)]
+
+    assert run_ranks(program, 1) == [[8.0] * 3]
+    assert sum(isinstance(function, PlainApply) and function.cls is Scaled for function in USER_FUNCTION_NAMES) == 1

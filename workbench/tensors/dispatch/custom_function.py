@@ -156,15 +156,17 @@ def _function_of(cls: type[Function], args: Any, tensors: list[torch.Tensor], wo
     with local_torch():
         dtypes = tuple([tensor.dtype for tensor in tensors])
     shapes = [tuple(t._spec.shape) if isinstance(t, GlobalTensor) else tuple(t.shape) for t in tensors]
-    key = ("custom function", cls, *map(_static_key, args), dtypes, *shapes)
+    key: Any = ("custom function", cls, *map(_static_key, args), dtypes, *shapes)
     try:
         found: PlainApply | None = world.plans.get(key)
     except TypeError:  # an argument that cannot be hashed
-        return PlainApply(cls, examine(cls, args, shapes, dtypes, world.device))
+        key = found = None
     if found is None:
-        behavior = behavior_of(cls, args, shapes, dtypes, world.device)
-        found = world.plans.setdefault(("custom function", cls, behavior), None) or PlainApply(cls, behavior)
-        world.plans[key] = world.plans["custom function", cls, behavior] = found
+        given = cls, args, shapes, dtypes, world.device
+        behavior = examine(*given) if key is None else behavior_of(*given)
+        alike = "custom function", cls, behavior
+        found = world.plans.get(alike) or PlainApply(cls, behavior)
+        world.plans.update({alike: found} if key is None else {alike: found, key: found})
     return found
 
 
