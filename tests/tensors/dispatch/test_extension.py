@@ -1,5 +1,8 @@
 """Ways in for functions of users: equations, functions on shards, custom autograd functions."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -221,6 +224,30 @@ def test_shapes_follow_the_shards_and_lists_share_an_entry():
         assert counted.full_tensor().item() == 5.0
 
     run_ranks(program, 3)
+
+
+def test_plain_parameters_of_different_shapes_give_results_of_different_shapes():
+    def program():
+        x = wb.ones(4, 3, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
+        product = wb.local_map(lambda x, weight: x @ weight, ["S(0)", None], "S(0)")
+        return [tuple(product(x, torch.nn.Parameter(torch.ones(3, width))).shape) for width in (2, 5)]
+
+    assert run_ranks(program, 2) == [[(4, 2), (4, 5)]] * 2
+
+
+def test_a_function_is_forgotten_with_what_it_captures():
+    def captured():
+        factor = torch.full((1,), 2.0)
+        x = wb.ones(4, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
+        assert wb.local_map(lambda x: x * factor, "S(0)", "S(0)")(x).full_tensor().tolist() == [2.0] * 4
+        return weakref.ref(factor)
+
+    def program():
+        reference = captured()
+        gc.collect()
+        return reference() is None
+
+    assert run_ranks(program, 2) == [True, True]
 
 
 def test_a_gradient_that_is_whole_already():

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -167,18 +168,19 @@ class _Mapping:
         return tree_map(prepare, arg)
 
     def _known_results(self, args: Any, kwargs: Any, operands: list[GlobalTensor], known: Spec) -> Any:
-        """``_results``, worked out once for what they depend on."""
+        """``_results``, worked out once for what they depend on, and forgotten with the function."""
         flags = tuple((t.dtype, t.requires_grad) for t in operands)
-        key = ("local_map", self, key_of(args), key_of(kwargs), flags, torch.is_grad_enabled(), autocast_state())
-        plain = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is torch.Tensor]
+        key = (key_of(args), key_of(kwargs), flags, torch.is_grad_enabled(), autocast_state())
+        leaves = tree_leaves((args, kwargs))
+        has_plain = any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, GlobalTensor) for leaf in leaves)
+        by_mapping = known.plans.setdefault("local_map", WeakKeyDictionary())
+        results: dict[Any, Any] = {} if has_plain else by_mapping.setdefault(self, {})
         try:
-            found = known.plans.get(key) if not plain else None
+            found = results.get(key)
         except TypeError:  # an argument that cannot be hashed
             return self._results(args, kwargs, operands, known)
         if found is None:
-            found = self._results(args, kwargs, operands, known)
-            if not plain:
-                known.plans[key] = found
+            found = results[key] = self._results(args, kwargs, operands, known)
         return found
 
     def _results(
