@@ -31,12 +31,7 @@ from workbench.tensors.dispatch.checks import (
 )
 from workbench.tensors.dispatch.fallback import FallbackWarning, run_fallback
 from workbench.tensors.dispatch.out_argument import call_with_out
-from workbench.tensors.dispatch.placeholder_calls import (
-    TENSOR,
-    placeholder_outputs,
-    recipe_of,
-    write_placeholder,
-)
+from workbench.tensors.dispatch.placeholder_calls import recipe_of, wrapped_placeholders, write_placeholder
 from workbench.tensors.dispatch.plain_target import write_to_plain, writes_to_plain
 from workbench.tensors.dispatch.planning import PARAMETER, Plan, data_of, dtype_of, key_of, make_plan, operands_of
 from workbench.tensors.dispatch.registry import COMPOSITES, EXACT, HANDLERS, RULES, VALUE_INDEPENDENT, fold_name
@@ -354,14 +349,9 @@ def _box_operands(plan: Plan, args: Any, kwargs: Any) -> tuple[Any, Any, list[Gl
 def _run_on_placeholders(plan: Plan, func: Any, args: Any, kwargs: Any, operands: list[GlobalTensor]) -> Any:
     if plan.name.in_place:
         return write_placeholder(operands[0], operands, func, args, kwargs)
-    infos, structure, leaves = plan.infos_of(func, args, kwargs, operands)
-    outputs = plan.outputs
-    assert outputs is not None
-    results = placeholder_outputs(infos, operands, outputs, plan.world.device, recipe_of(func, args, kwargs))
-    if structure.is_leaf() and leaves[0] is TENSOR:
-        return wrap(results[0], outputs[0])
-    wrapped = iter(wrap(result, spec) for result, spec in zip(results, outputs, strict=True))
-    return tree_unflatten([next(wrapped) if leaf is TENSOR else leaf for leaf in leaves], structure)
+    assert plan.outputs is not None
+    infos = plan.infos_of(func, args, kwargs, operands)
+    return wrapped_placeholders(infos, operands, plan.outputs, recipe_of(func, args, kwargs))
 
 
 def _wrap_all(result: Any, specs: list[Spec]) -> Any:

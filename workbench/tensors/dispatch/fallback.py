@@ -17,10 +17,9 @@ from workbench.tensors import default_generator
 from workbench.tensors.boxing.box import box, box_implicitly
 from workbench.tensors.dispatch.aliasing import remember_copies, remember_placeholder_base
 from workbench.tensors.dispatch.placeholder_calls import (
-    TENSOR,
     outputs_info,
-    placeholder_outputs,
     recipe_of,
+    wrapped_placeholders,
     write_placeholder,
 )
 from workbench.tensors.dispatch.planning import Plan, itemsize_of, operands_of
@@ -151,12 +150,8 @@ def _infos_for_placeholders(
 
 
 def _placeholders(infos: Any, plan: Plan, func: Any, args: Any, kwargs: Any, whole: list[GlobalTensor]) -> Any:
-    layout, (outputs, structure, leaves) = whole[0]._spec.layout, infos
-    specs = [spec_of(plan.world, layout, shape) for shape, _, _ in outputs]
-    recipe = None if plan.depends_on_data else recipe_of(func, args, kwargs)
-    placeholders = placeholder_outputs(outputs, whole, specs, plan.world.device, recipe)
-    results = iter(wrap(r, s) for r, s in zip(placeholders, specs, strict=True))
-    return tree_unflatten([next(results) if leaf is TENSOR else leaf for leaf in leaves], structure)
+    specs = [spec_of(plan.world, whole[0]._spec.layout, shape) for shape, _, _ in infos[0]]
+    return wrapped_placeholders(infos, whole, specs, None if plan.depends_on_data else recipe_of(func, args, kwargs))
 
 
 def _in_place(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from workbench.core.layout import Shape
 from workbench.tensors.dispatch.registry import USER_FUNCTION_NAMES
 from workbench.tensors.fake_mode import fake_mode
-from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, wrap
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
 from workbench.tensors.tensor_state import count_write
@@ -304,6 +304,17 @@ def placeholder_outputs(
             made = _alike([infos[i] for i in chosen], operands, device, of_these)
             results.update(zip(chosen, made, strict=True))
         return [results[i] for i in range(len(infos))]
+
+
+def wrapped_placeholders(found: Any, operands: list[GlobalTensor], specs: list[Spec], recipe: Recipe | None) -> Any:
+    """The result that ``infer_outputs`` has found, with placeholders in these layouts as its tensors."""
+    infos, structure, leaves = found
+    made = placeholder_outputs(infos, operands, specs, operands[0]._spec.world.device, recipe)
+    results = [wrap(result, spec) for result, spec in zip(made, specs, strict=True)]
+    if structure.is_leaf() and results:
+        return results[0]
+    remaining = iter(results)
+    return tree_unflatten([next(remaining) if leaf is TENSOR else leaf for leaf in leaves], structure)
 
 
 def _alike(
