@@ -56,6 +56,23 @@ def test_calls_that_never_repeat_are_forgotten(monkeypatch):
     assert on_two_ranks(program)[0] < 100
 
 
+def test_ranks_outside_the_placement_follow_the_default_type():
+    def program(_):
+        x = wb.ones(3, placement=wb.placement("cpu", ranks=[0]), sbp="B", dtype=torch.int64)
+        halves = wb.local_map(lambda x: x / 2, "B", "B")
+        found = []
+        for dtype in (torch.float32, torch.float64):
+            wb.barrier()  # the default belongs to the process
+            torch.set_default_dtype(dtype)
+            found += [(x / 2).dtype, halves(x).dtype]
+        return found
+
+    try:
+        assert on_two_ranks(program) == [[torch.float32] * 2 + [torch.float64] * 2] * 2
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_plan_is_for_tensors_of_all_types():
     """Layouts and shapes are alike, the types of numbers are not: a model that changes its precision between steps."""
 

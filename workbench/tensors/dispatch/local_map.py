@@ -170,7 +170,8 @@ class _Mapping:
     def _known_results(self, args: Any, kwargs: Any, operands: list[GlobalTensor], known: Spec) -> Any:
         """``_results``, worked out once for what they depend on, and forgotten with the function."""
         flags = tuple((t.dtype, t.requires_grad) for t in operands)
-        key = (key_of(args), key_of(kwargs), flags, torch.is_grad_enabled(), autocast_state())
+        modes = torch.is_grad_enabled(), torch.get_default_dtype(), autocast_state()
+        key = (key_of(args), key_of(kwargs), flags, modes)
         leaves = tree_leaves((args, kwargs))
         has_plain = any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, GlobalTensor) for leaf in leaves)
         by_mapping = known.plans.setdefault("local_map", WeakKeyDictionary())

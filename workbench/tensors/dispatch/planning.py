@@ -51,7 +51,8 @@ class Plan:
         copies_view: whether it may, but had to copy here.
         depends_on_data: whether the shapes of the results depend on values.
         order: how keywords of the call move before ``local`` has them; None where they stay.
-        infos: shapes, dtypes and links of the results, by the operands' dtypes and requires_grad, and by modes.
+        infos: shapes, dtypes and links of the results, by the operands' dtypes and requires_grad, by modes and the
+            default dtype.
         is_kept: whether later calls may use the plan.
         is_elementwise: whether a result lies in memory as the operand does.
         views: what torch has said of views and strides on one device.
@@ -79,7 +80,7 @@ class Plan:
         """What ``infer_outputs`` gives for a call by this plan, with gradients."""
         with local_torch():
             flags = [(operand.dtype, operand.requires_grad) for operand in operands]
-        key = (*flags, torch.is_grad_enabled(), autocast_state())
+        key = (*flags, torch.is_grad_enabled(), torch.get_default_dtype(), autocast_state())
         if key not in self.infos:
             self.infos[key] = infer_outputs(func, args, kwargs, with_grad=True)
         return self.infos[key]
