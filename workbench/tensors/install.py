@@ -12,6 +12,7 @@ from workbench.tensors.torch_patches import (
     torch_function_bypasses,
 )
 
-copying.install()
-
-__all__ = ["checkpoint", "compile_ddp_fsdp", "dispatch", "joined_rows", "rules", "saving", "torch_function_bypasses"]
+__all__ = [
+    "checkpoint", "compile_ddp_fsdp", "copying", "dispatch", "joined_rows", "rules", "saving",
+    "torch_function_bypasses",
+]  # fmt: skip

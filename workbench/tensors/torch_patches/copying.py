@@ -147,6 +147,4 @@ def rebuild(
     return made
 
 
-def install() -> None:
-    """Let ``torch.load(weights_only=True)`` load global tensors."""
-    torch.serialization.add_safe_globals([rebuild])
+torch.serialization.add_safe_globals([rebuild])  # for torch.load(weights_only=True)

@@ -62,27 +62,23 @@ def _whole_tensors(given: Any, held: Any, keeps: bool) -> dict[str, Any]:
     return named
 
 
-def _refusing(refuses: Callable[[Spec], bool], advice: str) -> Callable[[Any], Any]:
-    """What makes a function of safetensors refuse global tensors of such specs."""
+def _refusing(safetensors_own: Any, refuses: Callable[[Spec], bool], advice: str) -> Any:
+    """A function of safetensors that refuses global tensors of such specs."""
+    if safetensors_own is None:  # this version has no such function
+        return None
 
-    def make(safetensors_own: Any) -> Any:
-        if safetensors_own is None:  # this version has no such function
-            return None
+    @functools.wraps(safetensors_own)
+    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        for name, value in tensors.items():
+            if isinstance(value, GlobalTensor) and refuses(spec := value._spec):
+                held = "nothing" if spec.is_placeholder else tuple(spec.local_shape)
+                raise LayoutError(
+                    f"safetensors: {name!r} is a global tensor of shape {tuple(spec.shape)}, {spec.layout}, of "
+                    f"which this rank holds {held}. A file holds whole tensors: {advice} on all ranks."
+                )
+        return safetensors_own(tensors, *args, **kwargs)
 
-        @functools.wraps(safetensors_own)
-        def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            for name, value in tensors.items():
-                if isinstance(value, GlobalTensor) and refuses(spec := value._spec):
-                    held = "nothing" if spec.is_placeholder else tuple(spec.local_shape)
-                    raise LayoutError(
-                        f"safetensors: {name!r} is a global tensor of shape {tuple(spec.shape)}, {spec.layout}, of "
-                        f"which this rank holds {held}. A file holds whole tensors: {advice} on all ranks."
-                    )
-            return safetensors_own(tensors, *args, **kwargs)
-
-        return checked
-
-    return make
+    return checked
 
 
 def _giving_whole(torchs_own: Any) -> Any:
@@ -122,16 +118,18 @@ patch(
 patch(
     "safetensors.torch._remove_duplicate_names",
     "load_model and save_model look by it for whole tensors in the memory of shards",
-    _refusing(
-        lambda spec: not spec.is_whole_everywhere,
-        "call wb.checkpoint.load_safetensors(model, path), or wb.checkpoint.export_safetensors(model, folder),",
+    functools.partial(
+        _refusing,
+        refuses=lambda spec: not spec.is_whole_everywhere,
+        advice="call wb.checkpoint.load_safetensors(model, path), or wb.checkpoint.export_safetensors(model, folder),",
     ),
 )
 patch(
     "safetensors.torch._flatten_as_ptr",
     "it reads the memory of a shard with the size of the whole",
-    _refusing(
-        lambda spec: True,
-        "call wb.checkpoint.export_safetensors(model, folder), or give value.full_tensor() for each,",
+    functools.partial(
+        _refusing,
+        refuses=lambda spec: True,
+        advice="call wb.checkpoint.export_safetensors(model, folder), or give value.full_tensor() for each,",
     ),
 )

@@ -214,13 +214,9 @@ patch(
 )
 for name in MAKERS:
     patch(f"torch.{name}", _READS, _reading_whole)
-for name in LIKE_MAKERS:
-    patch(f"torch.{name}", _READS, functools.partial(_reading_whole, first=1))
-for name in METHODS:
-    patch(f"torch.Tensor.{name}", _READS, functools.partial(_reading_whole, first=1))
-for name in COUNTING:
-    for place in (f"torch.{name}", f"torch.Tensor.{name}"):
-        patch(place, _READS, functools.partial(_reading_whole, first=1))
+for owner, names in (("torch", (*LIKE_MAKERS, *COUNTING)), ("torch.Tensor", (*METHODS, *COUNTING))):
+    for name in names:
+        patch(f"{owner}.{name}", _READS, functools.partial(_reading_whole, first=1))
 for name in UNASKED:
     patch(f"torch.distributed.{name}", "it would exchange the shards of ranks", _exchanging)
 for name in PICKLING:
