@@ -189,6 +189,18 @@ def test_state_is_found_with_other_modules_beside_it(tmp_path, strategy, has_mor
     run_ranks(program, 2)
 
 
+@pytest.mark.parametrize(("more", "alone"), [({}, "net"), ({"average": _MODEL}, "model")])
+def test_state_of_a_module_under_two_names_is_found_by_either(tmp_path, more, alone):
+    """By the first of them, where another module is beside it."""
+    model, optimizer = trained(torch.optim.AdamW)
+    wb.checkpoint.save(tmp_path / "c", model=model, net=model, **more, optimizer=optimizer)
+    for names in (["model"], [alone], ["net", "model"]):
+        again, other = trained(torch.optim.AdamW, num_steps=0)
+        wb.checkpoint.load(tmp_path / "c", **dict.fromkeys(names, again), optimizer=other)
+        for truth, found in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(optimizer.state[truth]["exp_avg"], other.state[found]["exp_avg"])
+
+
 def test_names_of_state_are_those_of_one_form(tmp_path):
     """Some names are both: of a module within the module, and of a parameter behind the name of its module."""
 

@@ -127,11 +127,14 @@ def _drop_tied(leaves: dict[Path, Any]) -> dict[str, str]:
 
 
 def names_in(parts: Mapping[str, Any]) -> dict[int, str]:
-    """Names of the parameters of all modules, by id. With several modules, each name begins with the module's."""
+    """Names of the parameters of all modules, by id. With several modules, each name begins with that of the first part
+    that has the parameter.
+    """
     modules = {part: value for part, value in parts.items() if isinstance(value, nn.Module)}
+    is_one = len({*map(id, modules.values())}) == 1
     return {
-        id(parameter): name if len(modules) == 1 else f"{part}.{name}"
-        for part, module in modules.items()
+        id(parameter): name if is_one else f"{part}.{name}"
+        for part, module in reversed(modules.items())
         for name, parameter in module.named_parameters()
     }
 
