@@ -44,7 +44,7 @@ SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
         (model(2, 2), model(2, 2, bias=False), "model: 1 unexpected: bias"),
         (model(2, 2, bias=False), model(2, 2), "model: 1 missing in the copies that are left: bias"),
         (model(2, 2, dtype=torch.bfloat16), model(2, 2), "model: torch.bfloat16 in the copies .*, torch.float32 in"),
-        (trained_by(ADAMW), trained_by(SGD), "optimizer: AdamW in the copies that are left, SGD in what they fill"),
+        (trained_by(ADAMW), trained_by(SGD), "optimizer: AdamW in the copies that are left, SGD in the optimizer"),
         (
             trained_by(SGD),
             trained_by(SGD, torch.optim.lr_scheduler.LinearLR),

@@ -189,6 +189,28 @@ def test_state_is_found_with_other_modules_beside_it(tmp_path, strategy, has_mor
     run_ranks(program, 2)
 
 
+@pytest.mark.parametrize("strategy", [None, "*: model"])
+def test_state_of_another_class_is_refused(tmp_path, strategy):
+    """Its step would miss moments, or go on as the other class: the settings come with the state."""
+
+    def program():
+        model, optimizer = trained(Around, strategy)
+        wb.checkpoint.save(tmp_path / "around", model=model, optimizer=optimizer)
+        wb.checkpoint.save(tmp_path / "inner", model=model, optimizer=optimizer.inner)
+        adam = torch.optim.AdamW(model.parameters())
+        with pytest.raises(CheckpointError, match=r"optimizer: Counting in the checkpoint, AdamW in the optimizer\n"):
+            wb.checkpoint.load(tmp_path / "inner", model=model, optimizer=adam)
+        optimizer.inner = torch.optim.AdamW(optimizer.param_groups)
+        with pytest.raises(CheckpointError, match=r"optimizer, its AdamW: Counting in the checkpoint, AdamW in"):
+            wb.checkpoint.load(tmp_path / "around", model=model, optimizer=optimizer)
+        wb.checkpoint.save(tmp_path / "adam", model=model, optimizer=torch.optim.Adam(model.parameters()))
+        with pytest.raises(CheckpointError, match=r": Adam in the checkpoint, AdamW in(.|\n)*strict=False .*classes"):
+            wb.checkpoint.load(tmp_path / "adam", model=model, optimizer=adam)
+        wb.checkpoint.load(tmp_path / "adam", strict=False, model=model, optimizer=adam)
+
+    run_ranks(program, 2)
+
+
 @pytest.mark.parametrize(("more", "alone"), [({}, "net"), ({"average": _MODEL}, "model")])
 def test_state_of_a_module_under_two_names_is_found_by_either(tmp_path, more, alone):
     """By the first of them, where another module is beside it."""

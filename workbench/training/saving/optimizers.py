@@ -3,9 +3,9 @@
     {"state": {"fc1.weight": {"step": ..., "exp_avg": ...}, ...},
      "param_groups": [{"params": ["fc1.weight", ...], "lr": ...}]}
 
-Optimizers within the optimizer (a chain, warm-up, lookahead) have the same form in the list ``"within"``. What one
-keeps beside the state of its parameters is in ``"own"``: the other keys of ``state``, and the entries that its class
-adds to ``state_dict``.
+``"class"`` has the name of its class. Optimizers within the optimizer (a chain, warm-up, lookahead) have the same form
+in the list ``"within"``. What one keeps beside the state of its parameters is in ``"own"``: the other keys of
+``state``, and the entries that its class adds to ``state_dict``.
 
 Per-element state becomes global tensors in the layout of ``optim.state_layout``, and is split like weights. Optimizers
 that are not elementwise already have global tensors.
@@ -62,7 +62,8 @@ def _state_of(optimizer: Optimizer, names: Names, part: str) -> dict[str, Any]:
         for group in optimizer.param_groups
     ]
     own = _own_state(optimizer, part)
-    return {"state": state, "param_groups": groups, OWN: own} if any(own) else {"state": state, "param_groups": groups}
+    saved = {"class": type(optimizer).__qualname__, "state": state, "param_groups": groups}
+    return {**saved, OWN: own} if any(own) else saved
 
 
 def _own_state(optimizer: Optimizer, part: str) -> tuple[dict[Any, Any], dict[str, Any]]:
@@ -136,7 +137,9 @@ def saved_names(optimizer: Optimizer, part: str, checkpoint: Checkpoint) -> set[
 
 
 def problems(optimizer: Optimizer, names: Names, part: str, checkpoint: Checkpoint, strict: bool = True) -> list[str]:
-    """The mismatches, one line each. Parameters that the checkpoint lacks, or has beside, are some only if strict."""
+    """The mismatches, one line each. Parameters that the checkpoint lacks, or has beside, and another class are some
+    only if strict.
+    """
     places, saved = _places(optimizer, part), {rest[0] for rest in checkpoint.below(part, "within")}
     if len(saved) != len(places) - 1:
         return [
@@ -151,8 +154,12 @@ def _problems(
 ) -> list[str]:
     groups, where, found = checkpoint.value(*place, "param_groups") or [], checkpoint.title, list[str]()
     part = part if len(place) == 1 else f"{part}, its {type(optimizer).__name__}"
+    saved_class, own_class = checkpoint.value(*place, "class"), type(optimizer).__qualname__
+    if strict and saved_class not in (None, own_class):  # older files, and torch's, have none
+        found.append(f"{part}: {saved_class} in {where}, {own_class} in the optimizer")
     if len(groups) != len(optimizer.param_groups):
-        return [f"{part}: {len(groups)} parameter groups in {where}, {len(optimizer.param_groups)} in the optimizer"]
+        text = f"{part}: {len(groups)} parameter groups in {where}, {len(optimizer.param_groups)} in the optimizer"
+        return [*found, text]
     for index, (ours, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         have, want = {_name(parameter, names, part) for parameter in ours["params"]}, set(saved["params"])
         for text, some in ((f"missing in {where}", have - want), ("unexpected", want - have)):

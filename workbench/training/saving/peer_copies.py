@@ -164,13 +164,13 @@ def _is_compared(item: Any, paths: Mapping[str, StatePath]) -> bool:
 
 
 def _make(value: Any) -> str:
-    """What must be equal so that one part can be filled from another: classes of optimizers and objects with state, and
-    the dtypes of tensors.
+    """What must be equal so that one part can be filled from another, beside what a load compares: classes of objects
+    with state, and the dtypes of tensors.
     """
     if isinstance(value, nn.Module | torch.Tensor):
         tensors = [value] if isinstance(value, torch.Tensor) else [*value.parameters(), *value.buffers()]
         return ", ".join(sorted({str(tensor.dtype) for tensor in tensors}))
-    return ", ".join(type(each).__qualname__ for each in (distinct(value) if isinstance(value, Optimizer) else [value]))
+    return "an optimizer" if isinstance(value, Optimizer) else type(value).__qualname__
 
 
 def _plannable(parts: Mapping[str, Any]) -> tuple[dict[StatePath, Any], dict[str, str]]:

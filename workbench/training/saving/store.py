@@ -262,8 +262,8 @@ def load(
     Args:
         path: a directory of ``wb.checkpoint.save`` or of ``torch.distributed.checkpoint.save``. Load only files that
             you trust: as in ``torch.load`` of whole objects, a file may run code.
-        strict: refuse a checkpoint that lacks tensors of a module or parameters of an optimizer, or has others. False
-            ignores these.
+        strict: refuse a checkpoint that lacks tensors of a module or parameters of an optimizer, or has others, or the
+            state of an optimizer of another class. False ignores these.
         random_state: also restore the states of the random numbers. A rank that was not there at the save gets those of
             Python, numpy and a GPU only if all ranks had the same.
         parts: modules, optimizers and other objects, by the names under which they were saved. They are filled in
@@ -308,7 +308,7 @@ def _compare(folder: Path, parts: dict[str, Any], world: World, strict: bool) ->
             f"load({str(folder)!r}): the checkpoint does not fit.\n  "
             + "\n  ".join(problems)
             + "\nNothing was loaded. Load it into the objects that it was saved from"
-            + ("; strict=False ignores missing and unexpected tensors." if strict else ".")
+            + ("; strict=False ignores missing and unexpected tensors, and classes." if strict else ".")
         )
     wanted = list(restoring.targets())
     return restoring, restoring.checkpoint.check(wanted, restoring.filled)
