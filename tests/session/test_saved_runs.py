@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from dataclasses import replace
@@ -112,11 +113,23 @@ def test_runs_that_begin_at_once_get_files_of_their_own(saved):
 
 def test_lines_are_plain_json_and_files_are_the_users_own(saved):
     with saved.begin(planned("data & more / odd")) as file:
-        file.add([block(0, float("nan"))])
+        file.add([replace(block(0, float("nan"), 0.5), values={"a/b": ((1, float("-inf")),)})])
     path = saved.folder / f"{file.run_id}.jsonl"
     assert path.stat().st_mode & 0o777 == 0o600 and file.run_id.endswith("data-more-odd")
     head = json.loads(path.read_text().splitlines()[0])
     assert head["line"] == "run" and head["record"]["settings"]["seed"] == 3 and head["record"]["started"]
+    steps = json.loads(path.read_text().splitlines()[1], parse_constant=pytest.fail)
+    assert steps["losses"] == [None, 0.5] and steps["not_finite"]["/losses/0"] == "nan"
+    (found,) = saved.messages(file.run_id)
+    assert math.isnan(found.losses[0]) and found.losses[1] == 0.5 and found.values == {"a/b": ((1, float("-inf")),)}
+
+
+def test_lines_of_older_files_have_nan_in_them(saved):
+    with saved.begin(planned()) as file:
+        file.add([block(0, 0.5)])
+    path = saved.folder / f"{file.run_id}.jsonl"
+    path.write_text(path.read_text().replace('"losses":[0.5]', '"losses":[NaN]'))
+    assert math.isnan(saved.messages(file.run_id)[0].losses[0])
 
 
 def test_an_empty_folder_is_a_place_for_runs(saved):

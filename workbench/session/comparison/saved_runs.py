@@ -2,7 +2,7 @@
 
 The first line has the strategy, seed, versions and machine. All reported steps, spans and events follow, and at the end
 the record. Lines are only appended, each in one write. So a notebook that dies loses at most its last third of a
-second, and a reader never sees half a line.
+second, and a reader never sees half a line. Numbers that are not finite are null, and ``not_finite`` says where.
 
 A full or read-only disk stops no run: the first failure is a warning, and the runs go on without their files.
 """
@@ -20,6 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from workbench.core.json_record import finite, restore
 from workbench.core.metrics import RunEvent, RunRecord, StepBlock, StepSpans
 from workbench.errors import SessionError
 
@@ -174,6 +175,7 @@ class SavedRuns:
                 with suppress(ValueError):
                     line = json.loads(text)
                     if isinstance(line, dict) and isinstance(line.get("line"), str):
+                        restore(line, line.pop("not_finite", {}))
                         yield line
 
 
@@ -208,7 +210,9 @@ class RunFile:
 
     def write(self, line: dict[str, Any]) -> None:
         """Append one line in one write."""
-        rest = (json.dumps(line, separators=(",", ":")) + "\n").encode()
+        plain, not_finite = finite(line)
+        plain |= {"not_finite": not_finite} if not_finite else {}
+        rest = (json.dumps(plain, separators=(",", ":"), allow_nan=False) + "\n").encode()
         try:
             while rest and self._handle >= 0:  # a disk that gets full takes a part
                 rest = rest[os.write(self._handle, rest) :]
