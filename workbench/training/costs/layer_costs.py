@@ -27,13 +27,14 @@ from workbench.errors import StrategyError
 from workbench.tensors.fake_mode import FakeTensorConverter, fake_mode, fake_state, without_log
 from workbench.tensors.program_state import ProgramState, tables_of
 from workbench.training.batches import Batch, arguments, own_loss
-from workbench.training.costs.work_counter import WorkCounter
+from workbench.training.costs.flex_attention import with_flex_attention
+from workbench.training.costs.times import DTYPES
+from workbench.training.costs.work_counter import WorkCounter, tensors_in
 from workbench.training.sample_rows import count_samples
 from workbench.training.strategies.blocks import numbered_blocks
 from workbench.training.strategies.fused_experts import count_experts
 from workbench.training.strategies.state import ROOT, describe, layers_of
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 READS_VALUES = DataDependentOutputException, DynamicOutputShapeException
 Inputs = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -120,7 +121,7 @@ def _count(
     output, result, unread = None, None, ""
     try:
         counting = counter.watch(dict(layers_of(module)), batch)
-        with without_log(), without_values(module), mode, torch.enable_grad(), counting:
+        with without_log(), without_values(module), with_flex_attention(counter), mode, torch.enable_grad(), counting:
             positional, named = arguments(batch)
             with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
                 output = functional_call(module, state, positional, named)
@@ -194,18 +195,15 @@ def _as_shape(inputs: Inputs) -> Any:
     return torch.empty(list(inputs), device="meta") if is_shape else inputs  # type: ignore[arg-type]
 
 
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-
-
 def _num_samples(batch: Any) -> int:
-    first = next((leaf for leaf in _tensors(batch) if leaf.ndim), None)
+    tensors = tensors_in(batch)
+    first = next((tensor for tensor in tensors if tensor.ndim), None)
     if first is None or first.shape[0] == 0:
         told = "no tensor" if first is None else f"a tensor of shape {tuple(first.shape)}"
         raise StrategyError(
             f"layer_costs: the inputs hold {told}; a batch of at least 1 sample is needed, e.g. (1, 784)."
         )
-    return count_samples(_tensors(batch)) or first.shape[0]
+    return count_samples(tensors) or first.shape[0]
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype:

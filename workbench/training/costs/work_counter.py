@@ -65,7 +65,7 @@ class WorkCounter(TorchDispatchMode):
         self._num_cast: dict[str, int] = {}  # of weights that autocast casts, by layer
         self._frozen_casts: dict[int, int] = {}  # numbers in casts of frozen weights, until one is saved for backward
         self._casts: list[torch.Tensor] = []  # holding a tensor keeps its address from being used again
-        self._of_samples: dict[int, torch.UntypedStorage] = {}  # tensors that depend on the batch, by address
+        self._of_samples: dict[int, torch.Tensor] = {}  # those that depend on the batch, by address
         self._order: list[str] = []
         self._reads = ActivationReads()
         self._calls = LayerCalls()
@@ -73,11 +73,13 @@ class WorkCounter(TorchDispatchMode):
         self._is_paused = False
         self.heads: set[int] = set()
         """Of queries and of keys, as attention in one function was called."""
+        self.computed_share = 1.0
+        """Of the next product: masked blocks of attention are not computed."""
 
     @contextmanager
     def watch(self, layers: Mapping[str, nn.Module], batch: Any = None) -> Iterator[None]:
         """Context around forward and backward of a model with these layers; ``batch`` is None if it is unknown."""
-        self._record_samples(batch)
+        self._of_samples = _distinct(batch)
         handles = []
         for path, layer in layers.items():
             name = path or ROOT
@@ -99,8 +101,7 @@ class WorkCounter(TorchDispatchMode):
 
     def go_backward(self, result: Any) -> None:
         """Run backward from every tensor of a result that takes gradients. The first gradients count for no layer."""
-        leaves = torch.utils._pytree.tree_leaves(result)
-        ends = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        ends = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
         self._is_paused = True
         grads = [torch.ones_like(end) for end in ends]
         self._is_paused = False
@@ -122,8 +123,7 @@ class WorkCounter(TorchDispatchMode):
     def row(self, layer: Layer) -> LayerCost:
         """The counts of a layer. Functions before all layers belong to the first one."""
         first = self._order[0] if self._order else None
-        mine = [e for e in self._entries if (e.layer or first) == layer.name]
-        mine = [e for e in mine if e.is_work]
+        mine = [e for e in self._entries if (e.layer or first) == layer.name and e.is_work]
         own, after = ([e.work(self._num_samples) for e in mine if e.is_own is which] for which in (True, False))
         output = self._outputs.get(layer.name)
         itemsize = 4 if output is None else output.element_size()
@@ -197,18 +197,11 @@ class WorkCounter(TorchDispatchMode):
         taken = self._inputs[name]
         return Extent((), None) if taken is None else self._extent(taken)
 
-    def _record_samples(self, values: Any) -> None:
-        for leaf in torch.utils._pytree.tree_leaves(values):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                self._of_samples[storage._cdata] = storage
-
     def _begin_layer(self, name: str, args: Any) -> None:
         self._containers.update(self._active)
         self._active.append(name)
         self._last = name
-        leaves = torch.utils._pytree.tree_leaves(args)
-        first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+        first = next(iter(tensors_in(args)), None)
         self._inputs.setdefault(name, first)
         self._reads.record_input(name, first)
         self._calls.begin(name, first)
@@ -217,7 +210,7 @@ class WorkCounter(TorchDispatchMode):
         self._active.pop()
         if name in self._containers:  # its output is that of its last layer; its own work is what it adds
             return
-        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in(output)
         self._outputs[name] = tensors[0] if len(tensors) == 1 else None
         if isinstance(layer, nn.MultiheadAttention):  # perhaps its shares are a second result
             self._outputs[name] = self._outputs[f"{name}.out_proj"] = tensors[0]
@@ -236,7 +229,7 @@ class WorkCounter(TorchDispatchMode):
             self._add_backward(node, func, inputs, outputs)
             return out
         if any(address in self._of_samples for address in inputs):
-            self._record_samples(out)
+            self._of_samples |= outputs
         self._record_pieces(args[0] if args else None, out)
         entry = self._place(inputs)
         self._reads.record(entry.layer, entry.is_own, inputs, outputs, self._owners if self._has_frozen else ())
@@ -245,7 +238,8 @@ class WorkCounter(TorchDispatchMode):
         if entry.name == ATTENTION:
             self.heads |= {tensor.shape[1] for tensor in args[:2] if tensor.ndim == 4}
             entry.attention = attention_size(func, args, kwargs or {})
-        entry.flops, entry.inner = matmul_work(func, args, kwargs or {}, out)
+        flops, entry.inner = matmul_work(func, args, kwargs or {}, out)
+        entry.flops = flops * self.computed_share
         if entry.inner:
             entry.backward_products = self._backward_products(entry.name, args)
         entry.moved_bytes = self._moved(func, inputs, outputs)
@@ -376,6 +370,11 @@ class WorkCounter(TorchDispatchMode):
             early[node] = early.get(node, 0.0) + size
 
 
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors that something holds."""
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
 def _on_metadata(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of a function. On metadata, torch has products by expert for operands of type bfloat16 only."""
     if func._overloadpacket is not BY_EXPERT or args[0].dtype == torch.bfloat16:
@@ -386,8 +385,7 @@ def _on_metadata(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _distinct(values: Any) -> dict[int, torch.Tensor]:
     """Tensors by the address of their storage."""
-    leaves = torch.utils._pytree.tree_leaves(values)
-    return {leaf.untyped_storage()._cdata: leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return {tensor.untyped_storage()._cdata: tensor for tensor in tensors_in(values)}
 
 
 def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
