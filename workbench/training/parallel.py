@@ -32,7 +32,7 @@ from workbench.tensors.agreement import check_same_on_all_ranks
 from workbench.tensors.patch_table import install_loaded
 from workbench.tensors.torch_patches import compile_ddp_fsdp
 from workbench.tensors.world import current
-from workbench.training import calls_of_parts, offload_option, precision, recompute
+from workbench.training import offload_option, precision, recompute
 from workbench.training.gradients.nested_steps import optimizers_within
 from workbench.training.strategies import overlapped_forward
 from workbench.training.strategies.expert_forward import ExpertForward
@@ -72,7 +72,6 @@ INSTALLERS: tuple[Callable[[nn.Module, ParallelState], list[Any]], ...] = (
     zero.install,
     recompute.install,
     precision.install,
-    calls_of_parts.install,
     offload_option.install,
 )
 """Options that act on a module: each returns handles with ``remove()``, none where its option is off."""

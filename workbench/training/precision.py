@@ -1,12 +1,15 @@
 """Mixed precision: ``bf16``, ``fp16`` and ``fp8`` of a strategy, and a gradient scaler whose decision is all ranks'.
 
 The module's forward runs under ``torch.autocast``; parameters, gradients and the optimizer stay in their own dtype, and
-so does a loss that is computed outside the module. (Micikevicius et al., Mixed Precision Training, 2018.)
+so does a loss that is computed outside the module. (Micikevicius et al., Mixed Precision Training, 2018.) Calls of its
+parts, or of its other methods, do not: the first one is a warning.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +25,8 @@ from workbench.tensors.rules.matmul.float8 import linear_in_8_bits
 from workbench.tensors.torch_patches.joined_rows import is_conv1d
 from workbench.tensors.world import World
 from workbench.training.gradients.reduction import change_gradients, start_reduction
-from workbench.training.strategies.state import ParallelState
+from workbench.training.strategies.state import ParallelState, layers_of
+from workbench.transport.user_code import user_stacklevel
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """What a module's forward computes in, by the strategy's word for it; 32 bits have none."""
@@ -40,10 +44,10 @@ def check(module: nn.Module, state: ParallelState) -> None:
 
 def install(module: nn.Module, state: ParallelState) -> list[Any]:
     """Let ``module`` compute in the precision of the strategy."""
-    world = state.layouts.world
-    handles, end_all = compute_in(module, state.strategy.options.precision, world.device, world.autocast_type)
-    state.on_interrupt.append(end_all)
-    return handles
+    world, precision = state.layouts.world, state.strategy.options.precision
+    handles, entered = compute_in(module, precision, world.device, world.autocast_type)
+    state.on_interrupt.append(partial(_end_all, entered))
+    return handles + (_warnings_outside(module, precision, world.autocast_type, entered) if handles else [])
 
 
 def _check_device(precision: str, device: torch.device) -> None:
@@ -53,8 +57,8 @@ def _check_device(precision: str, device: torch.device) -> None:
 
 def compute_in(
     module: nn.Module, precision: str, device: torch.device, autocast_type: str
-) -> tuple[list[Any], Callable[[], None]]:
-    """Let a module's forward compute in a strategy's precision; returns the hooks, and what ends calls broken off.
+) -> tuple[list[Any], list[Any]]:
+    """Let a module's forward compute in a strategy's precision; returns the hooks, and the contexts of its calls.
 
     In ``fp8`` the products of linear layers have operands of 8 bits, and all else is as in ``bf16``.
 
@@ -63,12 +67,12 @@ def compute_in(
     """
     dtype = AUTOCAST_DTYPES.get(precision)
     if dtype is None:
-        return [], lambda: None
+        return [], []
     _check_device(precision, device)
-    handles, end_all = autocast_forward(module, autocast_type, dtype)
+    handles, entered = autocast_forward(module, autocast_type, dtype)
     if precision == "fp8":
         handles += [LinearIn8Bits(layer) for layer in module.modules() if _multiplies_in_8_bits(layer)]
-    return handles, end_all
+    return handles, entered
 
 
 def _multiplies_in_8_bits(layer: Any) -> bool:
@@ -96,8 +100,8 @@ class LinearIn8Bits:
             del self._layer.__dict__["forward"]
 
 
-def autocast_forward(module: nn.Module, device: str, dtype: torch.dtype) -> tuple[list[Any], Callable[[], None]]:
-    """Let a module's forward run under ``torch.autocast``; returns the hooks, and what ends calls broken off."""
+def autocast_forward(module: nn.Module, device: str, dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
+    """Let a module's forward run under ``torch.autocast``; returns the hooks, and the contexts of its calls."""
     entered: list[Any] = []  # calls may be nested
 
     def begin(*_: Any) -> None:
@@ -108,14 +112,37 @@ def autocast_forward(module: nn.Module, device: str, dtype: torch.dtype) -> tupl
         if entered:
             entered.pop().__exit__(None, None, None)
 
-    def end_all() -> None:
-        while entered:
-            end()
-
     return [
         module.register_forward_pre_hook(begin, prepend=True),
         module.register_forward_hook(end, always_call=True),
-    ], end_all
+    ], entered
+
+
+def _end_all(entered: list[Any]) -> None:
+    """End calls that were broken off."""
+    while entered:
+        entered.pop().__exit__(None, None, None)
+
+
+def _warnings_outside(module: nn.Module, precision: str, kind: str, entered: list[Any]) -> list[Any]:
+    """Hooks that warn once if a layer runs outside of the module's own call, in which alone its precision acts."""
+    has_warned, model = False, type(module).__name__
+
+    def look(name: str, *_: Any) -> None:
+        nonlocal has_warned
+        # In backward blocks run again, in the context of their first run
+        if entered or has_warned or torch._C._current_graph_task_id() != -1 or torch.is_autocast_enabled(kind):
+            return
+        has_warned = True
+        warnings.warn(
+            f"{precision}: {name} of {model} runs in 32 bits. The precision of a strategy acts in the call of the "
+            f"model itself, and this is another method of it, or a call of a part. Put it into "
+            f'"with torch.autocast({kind!r}, dtype={AUTOCAST_DTYPES[precision]}):".',
+            stacklevel=user_stacklevel(),
+        )
+
+    layers = [(name, layer) for name, layer in layers_of(module) if layer is not module]
+    return [layer.register_forward_pre_hook(partial(look, name)) for name, layer in layers]
 
 
 def unscale_gradients(
