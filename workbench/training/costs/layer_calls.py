@@ -4,7 +4,7 @@ read an activation, to whose stages it is sent; and what functions read and writ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -82,12 +82,12 @@ class LayerCalls:
     def __init__(self) -> None:
         self._begun: dict[str, _Call] = {}  # the latest call of each layer
         self._calls: list[_Call] = []  # that have run a function of their own, in the order of these
-        self._made: dict[int, tuple[int, torch.Tensor]] = {}  # by address: the call of which it comes; held
+        self._made: dict[int, int] = {}  # by address: the call of which it comes
         self._latest: _Call | None = None
 
     def begin(self, layer: str, taken: torch.Tensor | None) -> None:
         """Record that a layer is called with ``taken``."""
-        source = None if taken is None else self._made.get(taken.untyped_storage()._cdata, (None,))[0]
+        source = None if taken is None else self._made.get(taken.untyped_storage()._cdata)
         self._begun[layer] = _Call(layer, taken, source)
 
     def end(self, layer: str, output: torch.Tensor | None, results: Sequence[torch.Tensor]) -> None:
@@ -106,13 +106,11 @@ class LayerCalls:
             call.first_made = call.first_made if call.first_made is not None else next(iter(made.values()), None)
             maker = call.number
         else:
-            maker = max((self._made[address][0] for address in inputs if address in self._made), default=None)
+            maker = max((self._made[address] for address in inputs if address in self._made), default=None)
         if self._latest is not None:
             self._latest.entries.append(entry)
-        for address, tensor in made.items():
-            self._made.pop(address, None)
-            if maker is not None:
-                self._made[address] = maker, tensor
+        if maker is not None:
+            self._made |= dict.fromkeys(made, maker)
 
     def of(
         self,
@@ -156,9 +154,7 @@ class ActivationReads:
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
-        self._made: dict[
-            int, tuple[str, torch.Tensor]
-        ] = {}  # by address; holding a tensor keeps its address from being used again
+        self._made: dict[int, tuple[str, torch.Tensor]] = {}  # by address
         self._readers: dict[int, list[str]] = {}
         self._entered: dict[int, list[str]] = {}
         self._of_weights: set[int] = set()  # by address, in a model with frozen weights: what comes from any weights
@@ -241,25 +237,17 @@ class Fusion:
     _program: int = 0
     _results: dict[int, _Result] = field(default_factory=dict)  # by address
     _taken: set[int] = field(default_factory=set)  # addresses that the present program has read
-    _held: list[torch.UntypedStorage] = field(default_factory=list)  # so that addresses stay theirs
 
-    def record_product(self, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor]) -> None:
+    def record_product(self, inputs: Iterable[int], outputs: Iterable[int]) -> None:
         """A matrix product ends the program before it, and reads what that has written."""
         self._program += 1
         self._taken.clear()
         for address in inputs:
             self._write(address)
-        for address, tensor in outputs.items():
+        for address in outputs:
             self._results.pop(address, None)
-            self._held.append(tensor.untyped_storage())
 
-    def record(
-        self,
-        entry: Entry,
-        is_backward: bool,
-        reads: Mapping[int, float],
-        makes: Mapping[int, tuple[float, torch.Tensor]],
-    ) -> None:
+    def record(self, entry: Entry, is_backward: bool, reads: Mapping[int, float], makes: Mapping[int, float]) -> None:
         """A function that only moves memory.
 
         Args:
@@ -276,9 +264,8 @@ class Fusion:
             if address not in self._taken:
                 self._taken.add(address)
                 entry.add_fused(size, is_backward)
-        for address, (size, tensor) in makes.items():
+        for address, size in makes.items():
             self._results[address] = _Result(entry, is_backward, self._program, size)
-            self._held.append(tensor.untyped_storage())
 
     def end(self) -> None:
         """Write what nobody has read: it is a result of the step."""

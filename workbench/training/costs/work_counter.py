@@ -54,7 +54,8 @@ class WorkCounter(TorchDispatchMode):
         self._by_node: dict[int, Entry] = {}
         self._early: dict[int, float] = {}  # saved for a node whose function has not run yet
         self._early_again: dict[int, float] = {}
-        self._saved: dict[int, tuple[torch.UntypedStorage, int]] = {}  # and the node for which it was saved first
+        self._held: list[torch.UntypedStorage] = []  # of all results, so that no address is used again
+        self._saved: dict[int, int] = {}  # by address, the node for which it was saved first
         self._active: list[str] = []
         self._last: str | None = None
         self._outputs: dict[str, torch.Tensor | None] = {}
@@ -64,8 +65,7 @@ class WorkCounter(TorchDispatchMode):
         self._pieces: dict[str, tuple[int, ...]] = {}
         self._num_cast: dict[str, int] = {}  # of weights that autocast casts, by layer
         self._frozen_casts: dict[int, int] = {}  # numbers in casts of frozen weights, until one is saved for backward
-        self._casts: list[torch.Tensor] = []  # holding a tensor keeps its address from being used again
-        self._of_samples: dict[int, torch.Tensor] = {}  # those that depend on the batch, by address
+        self._of_samples: set[int] = set()  # addresses of tensors that depend on the batch
         self._order: list[str] = []
         self._reads = ActivationReads()
         self._calls = LayerCalls()
@@ -79,7 +79,7 @@ class WorkCounter(TorchDispatchMode):
     @contextmanager
     def watch(self, layers: Mapping[str, nn.Module], batch: Any = None) -> Iterator[None]:
         """Context around forward and backward of a model with these layers; ``batch`` is None if it is unknown."""
-        self._of_samples = _distinct(batch)
+        self._of_samples = set(_distinct(batch))
         handles = []
         for path, layer in layers.items():
             name = path or ROOT
@@ -222,6 +222,7 @@ class WorkCounter(TorchDispatchMode):
         if func.namespace != "aten" or self._is_paused:  # the former are queries, such as a tensor's device
             return out
         inputs, outputs = _distinct((args, kwargs)), _distinct(out)
+        self._held += [tensor.untyped_storage() for tensor in outputs.values()]
         node: Any = torch._C._current_autograd_node()  # None in forward
         if func is TO_COPY and self._is_cast_of_weight(node is None, inputs, out):
             return out
@@ -229,7 +230,7 @@ class WorkCounter(TorchDispatchMode):
             self._add_backward(node, func, inputs, outputs)
             return out
         if any(address in self._of_samples for address in inputs):
-            self._of_samples |= outputs
+            self._of_samples.update(outputs)
         self._record_pieces(args[0] if args else None, out)
         entry = self._place(inputs)
         self._reads.record(entry.layer, entry.is_own, inputs, outputs, self._owners if self._has_frozen else ())
@@ -270,7 +271,7 @@ class WorkCounter(TorchDispatchMode):
         entry.backward_bytes += max(0.0, moved - sum(map(_bytes, of_weights.values())))
         if moved:
             reads, makes = self._counted(func, inputs, outputs)
-            makes = {at: (0.0 if at in of_weights else size, tensor) for at, (size, tensor) in makes.items()}
+            makes = {at: 0.0 if at in of_weights else size for at, size in makes.items()}
             self._fusion.record(entry, True, reads, makes)
 
     def _is_cast_of_weight(self, is_forward: bool, inputs: Mapping[int, torch.Tensor], out: torch.Tensor) -> bool:
@@ -284,7 +285,6 @@ class WorkCounter(TorchDispatchMode):
         readers = [name for address in inputs for name in self._owners.get(address, ())]
         if not readers:
             return False
-        self._casts.append(out)
         self._owners[out.untyped_storage()._cdata] = readers
         if out.ndim > 1 and not next(iter(inputs.values())).requires_grad:
             self._frozen_casts[out.untyped_storage()._cdata] = out.numel()
@@ -332,15 +332,15 @@ class WorkCounter(TorchDispatchMode):
         if "empty" in func.__name__ or (not is_written and set(outputs) <= set(inputs)):
             return 0.0
         reads, makes = self._counted(func, inputs, outputs)
-        return sum(reads.values()) + sum(size for size, _ in makes.values())
+        return sum(reads.values()) + sum(makes.values())
 
     def _counted(
         self, func: Any, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor]
-    ) -> tuple[dict[int, float], dict[int, tuple[float, torch.Tensor]]]:
+    ) -> tuple[dict[int, float], dict[int, float]]:
         """Bytes of what a function reads, parameters left out, and of what it makes, by address."""
         reads = {address: float(_bytes(one)) for address, one in inputs.items() if address not in self._owners}
         times = 2 if name_of(func, inputs) == "embedding" else 1
-        return reads, {address: (float(times * _bytes(one)), one) for address, one in outputs.items()}
+        return reads, {address: float(times * _bytes(one)) for address, one in outputs.items()}
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a saved tensor as ``ActivationMeter`` does: distinct storages, no parameters, expanded tensors too."""
@@ -355,10 +355,11 @@ class WorkCounter(TorchDispatchMode):
             return tensor
         node = torch._C._autograd._get_sequence_nr() - 1
         if address in self._saved:
-            if self._saved[address][1] != node:
+            if self._saved[address] != node:
                 self._add_saved(node, "again_bytes", self._early_again, size)
             return tensor
-        self._saved[address] = storage, node
+        self._held.append(storage)
+        self._saved[address] = node
         self._add_saved(node, "saved_bytes", self._early, size)
         return tensor
 
