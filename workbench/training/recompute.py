@@ -34,23 +34,21 @@ from workbench.training.diagnostics.memory import ActivationMeter
 from workbench.training.strategies.blocks import repeated_blocks
 from workbench.training.strategies.state import ParallelState, layers_of
 
-_aten = torch.ops.aten
-_PRODUCTS = [
-    op
-    for name in ("mm", "addmm", "_scaled_mm", "convolution", "_convolution", "_grouped_mm", "mkldnn_convolution")
-    for op in [getattr(getattr(_aten, name, None), "default", None)]
-    if op is not None
-]
+
+def _operators(*names: str) -> list[Any]:
+    """Those that this torch has."""
+    found = (getattr(getattr(torch.ops.aten, name, None), "default", None) for name in names)
+    return [operator for operator in found if operator is not None]
+
+
+_PRODUCTS = _operators(
+    "mm", "addmm", "_scaled_mm", "convolution", "_convolution", "_grouped_mm", "mkldnn_convolution"
+)  # fmt: skip
 """Products with weights: linear layers, convolutions, experts."""
-_ATTENTION = [
-    op
-    for name in (
-        "bmm", "baddbmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-    )
-    for op in [getattr(getattr(_aten, name, None), "default", None)]
-    if op is not None
-]  # fmt: skip
+_ATTENTION = _operators(
+    "bmm", "baddbmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+)  # fmt: skip
 """Products of two activations."""
 KEPT: dict[str, list[Any]] = {"attention": _PRODUCTS, "cheap": [*_PRODUCTS, *_ATTENTION]}
 """By the option ``recompute``: the operators whose results a block keeps."""
@@ -112,21 +110,6 @@ _KEPT_PASS_HOOKS_BY: dict[str, Any] = {
 """What blocks keep passes by hooks of saved tensors. torch 2.14 asks for it, those before do not know the word."""
 
 
-@contextmanager
-def _in_their_places(parameters: list[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Context in which a block has the parameters of its first run: ``torch.func.functional_call`` had put others there
-    for its call.
-    """
-    now = [(held, name, held.get(name)) for held, name, _ in parameters]
-    try:
-        for held, name, parameter in parameters:
-            held[name] = parameter
-        yield
-    finally:
-        for held, name, parameter in now:
-            held[name] = parameter
-
-
 def _held(block: nn.Module, kind: str) -> list[tuple[dict[str, Any], str, Any]]:
     """The ``_parameters`` or ``_buffers`` of a block and its parts, each with the dict that holds it and its name."""
     holders = [vars(part)[kind] for part in block.modules()]
@@ -163,12 +146,12 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self.block._call_impl(*args, **kwargs)
         args, kwargs = self._without_caches(args, kwargs)
-        state, parameters, has_run = _StateBefore(self.block), _held(self.block, "_parameters"), False
+        state, has_run = _StateBefore(self.block), False
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal has_run
             if has_run:
-                with state.put_back(), _in_their_places(parameters), _explaining_errors(self.block):
+                with state.put_back(), _explaining_errors(self.block):
                     return self.block._call_impl(*args, **kwargs)
             has_run = True
             result = self.block._call_impl(*args, **kwargs)
@@ -251,7 +234,8 @@ _ABSENT, _AS_IT_IS = object(), object()
 
 class _StateBefore:
     """A block before its first forward: copies of the buffers that this forward changes, the numbers, texts and tensors
-    without history that it changes among attributes, and modes.
+    without history that it changes among attributes, modes, and the parameters: ``torch.func.functional_call`` may have
+    put these into their places for its call.
 
     The second forward starts from these values. Otherwise a spectral norm, for example, would iterate once more and
     give other weights. The second forward writes to copies, and so the block keeps what the first has made of it.
@@ -264,7 +248,7 @@ class _StateBefore:
             self.before = [(*found, None if found[2] is None else found[2].clone()) for found in held]
         self.versions = [_version(buffer) for *_, buffer, _ in self.before]
         self.parts = [(vars(part), dict(vars(part))) for part in block.modules()]
-        self.attributes: list[_Attribute] = []
+        self.attributes = _held(block, "_parameters")
 
     def forget_unchanged(self) -> None:
         """After the first forward: drop what did not change. Modes may change before the second."""
@@ -272,7 +256,7 @@ class _StateBefore:
             (held, name, buffer, buffer if held.get(name) is buffer and _version(buffer) == version else copy)
             for (held, name, buffer, copy), version in zip(self.before, self.versions, strict=True)
         ]
-        self.attributes = [
+        self.attributes += [
             (held, name, _kept(values.get(name, _ABSENT)))
             for held, values in self.parts
             for name in ("training", *_changed(values, held))
