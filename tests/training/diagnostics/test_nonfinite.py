@@ -9,6 +9,17 @@ from workbench.errors import NonFiniteError
 from workbench.testing import run_ranks
 
 
+class ByName(nn.Module):
+    """It calls its layer by keyword, as models of transformers do."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(input=x)
+
+
 class Root(nn.Module):
     def forward(self, x):
         return x.sqrt()
@@ -58,11 +69,13 @@ def test_the_layer_and_the_rank_where_it_came_to_be():
     assert "rank 0: the gradient" in error or "then rank 0" not in error
 
 
-def test_what_came_in_is_said_to_have_come_in():
+@pytest.mark.parametrize("by_name", [False, True])
+def test_what_came_in_is_said_to_have_come_in(by_name):
     infinite = INPUTS.clone()
     infinite[0, 0] = float("inf")
-    error = on_two(inputs=infinite)
-    assert "rank 0: the result of 0: 4 inf among 8 values" in error
+    change = (lambda parallel: parallel.__setitem__(0, ByName(parallel[0]))) if by_name else (lambda parallel: None)
+    error = on_two(change, inputs=infinite)
+    assert f"rank 0: the result of 0{'.layer' * by_name}: 4 inf among 8 values" in error
     assert "what came in was so already" in error
 
 

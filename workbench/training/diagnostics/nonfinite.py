@@ -63,7 +63,8 @@ def find_nonfinite(module: nn.Module) -> Iterator[None]:
     workbench.errors.NonFiniteError: ...
     """
     search = _Search(current().rank)
-    handles = [layer.register_forward_hook(search.hook(name)) for name, layer in module.named_modules()]
+    layers = module.named_modules()
+    handles = [layer.register_forward_hook(search.hook(name), with_kwargs=True) for name, layer in layers]
     try:
         yield
     finally:
@@ -85,8 +86,8 @@ class _Search:
         self._moment = 0
 
     def hook(self, name: str) -> Any:
-        def look(layer: nn.Module, inputs: Any, output: Any) -> None:
-            was_finite = all(_count(leaf) is None for leaf in tree_leaves(inputs))
+        def look(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            was_finite = all(_count(leaf) is None for leaf in tree_leaves((args, kwargs)))
             origin = "; what came in was " + ("finite" if was_finite else "so already")
             for parameter_name, parameter in layer.named_parameters(recurse=False):
                 self._look(parameter, f"parameter {parameter_name!r}", name, "")
