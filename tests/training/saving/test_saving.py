@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import textwrap
 from collections import Counter
@@ -332,6 +333,16 @@ def test_torchs_own_save_and_load_take_global_tensors(tmp_path):
     )
 
 
+def test_slices_may_be_larger_than_what_the_system_reads_at_once(tmp_path, monkeypatch):
+    """2 GiB; here 100 bytes."""
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, offset: pread(file, min(size, 100), offset))
+    x = torch.arange(1000.0)
+    wb.checkpoint.save(tmp_path / "c", x=x)
+    wb.checkpoint.load(tmp_path / "c", x=(into := torch.zeros(1000)))
+    assert torch.equal(into, x)
+
+
 def test_terms_of_a_sum_are_refused(tmp_path):
     def program():
         x = wb.ones(4, placement=wb.placement("cpu", ranks=[0, 1]), sbp=wb.sbp.partial_sum)
@@ -363,8 +374,7 @@ def test_bytes_are_read_once(tmp_path, monkeypatch, room):
         run = Run("data")
         run.train(0, 3)
         wb.checkpoint.save(tmp_path / "once", **run.parts)
-        for name in ("_bytes", "_checksum"):
-            monkeypatch.setattr(reading.Checkpoint, name, counted(getattr(reading.Checkpoint, name)))
+        monkeypatch.setattr(reading.Checkpoint, "_bytes", counted(reading.Checkpoint._bytes))
         monkeypatch.setattr(reading, "KEPT_BYTES", room)
         other = Run("data", seed=1)
         wb.checkpoint.load(tmp_path / "once", **other.parts)

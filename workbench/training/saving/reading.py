@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -20,7 +19,6 @@ from workbench.training.saving.flat import Path as StatePath
 from workbench.training.saving.flat import name_of, unflatten
 from workbench.training.saving.folders import INCOMPLETE, MANIFEST, REPLACED, unfinished
 
-_BLOCK_BYTES = 1 << 22
 KEPT_BYTES = 1 << 28
 """Bytes that are kept between the comparison of their checksum and their use. Bytes beyond that are read twice."""
 
@@ -169,7 +167,8 @@ class Checkpoint:
 
     def _bytes(self, place: Any) -> bytes:
         with open(self.folder / place.relative_path, "rb") as file:
-            return os.pread(file.fileno(), place.length, place.offset)
+            file.seek(place.offset)
+            return file.read(place.length)  # os.pread would end after 2 GiB
 
     def check(self, wanted: Iterable[tuple[StatePath, torch.Tensor]], fresh: Container[StatePath] = ()) -> list[Piece]:
         """Compare the checksums of all Python values, and of the slices that ``wanted`` tensors are read from.
@@ -214,16 +213,7 @@ class Checkpoint:
 
     def _is_right(self, place: Any, data: bytes | None) -> bool:
         expected = self._checksums.get(_key(place))
-        if expected is None:
-            return True
-        return expected == (self._checksum(place) if data is None else zlib.crc32(data))
-
-    def _checksum(self, place: Any) -> int:
-        checksum, end = 0, place.offset + place.length
-        with open(self.folder / place.relative_path, "rb") as file:
-            for start in range(place.offset, end, _BLOCK_BYTES):
-                checksum = zlib.crc32(os.pread(file.fileno(), min(_BLOCK_BYTES, end - start), start), checksum)
-        return checksum
+        return expected is None or expected == zlib.crc32(self._bytes(place) if data is None else data)
 
 
 def _key(place: Any) -> str:
