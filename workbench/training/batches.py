@@ -206,6 +206,15 @@ def as_tensors(value: Any) -> Any:
     return torch.as_tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" else value
 
 
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """A value with its floating-point tensors in another dtype.
+
+    >>> cast([torch.ones(2), torch.arange(2)], torch.float64)
+    [tensor([1., 1.], dtype=torch.float64), tensor([0, 1])]
+    """
+    return tree_map_only(torch.Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, value)
+
+
 def of_kind(value: Any, entries: Iterable[Any]) -> Any:
     """Other entries in a list, tuple or named tuple of the type of ``value``.
 

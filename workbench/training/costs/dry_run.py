@@ -34,7 +34,7 @@ from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.simulated import Simulated
 from workbench.tensors.world import World
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
-from workbench.training.batches import Batch, LossFunction
+from workbench.training.batches import Batch, LossFunction, cast
 from workbench.training.costs.boxing_collector import BoxingCollector, Kinds
 from workbench.training.parallel import describe, parallelize, state_of
 from workbench.training.pipelining.step import forward_backward
@@ -234,14 +234,10 @@ def _cast(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     def with_casts(*args: Any, **kwargs: Any) -> Any:
         if torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map(partial(_to, dtype=torch.get_autocast_dtype("cpu")), (args, kwargs))
+            args, kwargs = cast((args, kwargs), torch.get_autocast_dtype("cpu"))
         return function(*args, **kwargs)
 
     return with_casts
-
-
-def _to(leaf: Any, dtype: torch.dtype) -> Any:
-    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 @contextmanager

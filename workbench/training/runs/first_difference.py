@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from workbench.core.layout import Layout
 from workbench.core.presets import StrategyLike, strategy_of
@@ -27,7 +26,7 @@ from workbench.kernels.blocks import slice_region
 from workbench.tensors import default_generator
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current
-from workbench.training.batches import Batch, LossFunction
+from workbench.training.batches import Batch, LossFunction, cast
 from workbench.training.runs.exact_dtypes import KeepsFloat64
 from workbench.training.runs.recorded_values import (
     LOSS,
@@ -254,7 +253,8 @@ class _Search:
         if perturbed:
             perturb(model, self.tolerance)
         if dtype is not None:
-            model, batch = model.to(dtype), _cast(batch, dtype)
+            inputs, targets = cast((batch.inputs, batch.targets), dtype)
+            model, batch = model.to(dtype), replace(batch, inputs=inputs, targets=targets)
         parts = batch.cut(self.num_micro_batches)
         if strategy is not None:
             return values_under(strategy, model, parts, self.loss_fn)
@@ -330,12 +330,6 @@ class _Search:
 
 def _of_rank_0(value: Any, world: World) -> Any:
     return all_gather_object(value if world.rank == 0 else None, world, "what rank 0 has")[0]
-
-
-def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    wide = lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor  # noqa: E731
-    inputs, targets = tree_map_only(torch.Tensor, wide, (batch.inputs, batch.targets))
-    return replace(batch, inputs=inputs, targets=targets)
 
 
 def _terms_summed(

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from workbench.core.verdict import TOLERANCES, WEIGHT_STEPS, TensorChange
 from workbench.tensors.program_state import all_seeded
-from workbench.training.batches import Batch, Count, LossFunction, as_tensors
+from workbench.training.batches import Batch, Count, LossFunction, as_tensors, cast
 from workbench.training.datasets import (
     Collate,
     check_dataset,
@@ -126,13 +125,8 @@ class Job:
         epochs = epoch_by_epoch(num_samples, self.shuffle, self.seed)
         batches = (indices for order in epochs for indices in order[:used].split(self.batch_size))
         for indices in islice(batches, self.num_steps):
-            yield Batch.of(self._cast(take(self.dataset, indices, self.collate_fn)), self.loss_fn)
-
-    def _cast(self, samples: Any) -> Any:
-        if self.dtype is None:
-            return samples
-        wide = lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor  # noqa: E731
-        return tree_map_only(torch.Tensor, wide, as_tensors(samples))
+            samples = take(self.dataset, indices, self.collate_fn)
+            yield Batch.of(samples if self.dtype is None else cast(as_tensors(samples), self.dtype), self.loss_fn)
 
 
 @dataclass(frozen=True)

@@ -32,15 +32,11 @@ from workbench.writers.run_log import RunLog
 _SPANS_INTERVAL_S = 1.0
 
 
-def _same() -> int:
-    return 0
-
-
 _listener: Listener | None = None
-_number: Callable[[], int] = _same
+_number: Callable[[], int] = int
 
 
-def listen(listener: Listener | None, number: Callable[[], int] = _same) -> None:
+def listen(listener: Listener | None, number: Callable[[], int] = int) -> None:
     """Send the reports of loops to ``listener``. ``number()`` distinguishes loops. None: to no one, and loops without a
     log end, since nobody hears of their last steps.
     """

@@ -91,14 +91,11 @@ def _refuse_hidden_tensors(path: Path, value: Any) -> None:
             "slices of strided ones. If it is made of the data, as the matrix of a graph is, leave it out: "
             "register_buffer(name, tensor, persistent=False). Or keep its indices and values as two buffers."
         )
-    inside = tree_leaves([*value.values()] if isinstance(value, Mapping) else [*value] if _is_holder(value) else ())
+    held = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list | set) else ()
+    inside = tree_leaves([*held])
     if any(isinstance(inner, GlobalTensor) for inner in inside):
         raise CheckpointError(
             f"save: {name_of(path)} is a {type(value).__name__} with global tensors in it. Slices are saved from "
             "dictionaries with text keys and from lists: put the tensors into one of these. Of an optimizer give the "
             "object, not its state_dict()."
         )
-
-
-def _is_holder(value: Any) -> bool:
-    return isinstance(value, tuple | list | set)
