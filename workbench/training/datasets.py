@@ -106,11 +106,9 @@ def which_have_rows(columns: Any) -> list[bool]:
     return [leaf.dim() > 0 and leaf.shape[0] == rows for leaf in tree_leaves(columns)]
 
 
-def first_batch(
-    dataset: Any, loss_fn: LossFunction | None, num_samples: int = 2, collate_fn: Collate | None = None
-) -> Batch:
-    """The first ``num_samples`` samples of a data set, or all if there are fewer."""
-    indices = torch.arange(min(num_samples, num_samples_of(dataset)), device="cpu")
+def first_batch(dataset: Any, loss_fn: LossFunction | None, collate_fn: Collate | None = None) -> Batch:
+    """The first two samples of a data set, or one if there is no other."""
+    indices = torch.arange(min(2, num_samples_of(dataset)), device="cpu")
     return Batch.of(take(dataset, indices, collate_fn), loss_fn)
 
 

@@ -24,6 +24,7 @@ from workbench.core.sbp import Sbp, broadcast, partial_sum, split
 from workbench.tensors import default_generator
 from workbench.tensors.boxing.box import box_to
 from workbench.tensors.global_tensor import local_torch, new_placeholder, spec_of, wrap
+from workbench.tensors.program_state import undrawn
 from workbench.tensors.simulated import Simulated, world_of_one
 from workbench.tensors.world import World, barrier, current
 from workbench.training.costs.stopwatch import Stopwatch
@@ -63,12 +64,9 @@ def measure(spans: Sequence[int] = ()) -> RankTimes:
             ranks; by default its doublings from 2 on, and all ranks.
     """
     world = current()
-    before = default_generator.states(world.device)
-    barrier()  # simulated ranks share a generator
-    try:
+    with undrawn(world.device):
+        barrier()  # simulated ranks share a generator
         return _measured(world, spans)
-    finally:
-        default_generator.set_states(before, world.device)
 
 
 def _measured(world: World, spans: Sequence[int]) -> RankTimes:

@@ -23,8 +23,8 @@ from workbench.core.strategy import Strategy
 from workbench.core.verdict import TOLERANCES, Case, Distance, TensorChange
 from workbench.errors import CollectiveAborted
 from workbench.kernels.blocks import slice_region
-from workbench.tensors import default_generator
 from workbench.tensors.object_collectives import all_gather_object
+from workbench.tensors.program_state import undrawn
 from workbench.tensors.world import World, current
 from workbench.training.batches import Batch, LossFunction, cast
 from workbench.training.runs.exact_dtypes import KeepsFloat64
@@ -167,12 +167,9 @@ class _Search:
 
     def find(self) -> FirstDifference:
         """The first difference that is not rounding. Random numbers then go on as if there had been no search."""
-        before = default_generator.states(self.world.device)
-        all_gather_object(None, self.world, "the beginning of a search")  # simulated ranks share a generator
-        try:
+        with undrawn(self.world.device):
+            all_gather_object(None, self.world, "the beginning of a search")  # simulated ranks share a generator
             return self._first()
-        finally:
-            default_generator.set_states(before, self.world.device)
 
     def _first(self) -> FirstDifference:
         """See ``find``."""

@@ -116,7 +116,7 @@ class Job:
 
     def first_batch(self) -> Batch:
         """A small batch, for a check of model and loss."""
-        return first_batch(self.dataset, self.loss_fn, collate_fn=self.collate_fn)
+        return first_batch(self.dataset, self.loss_fn, self.collate_fn)
 
     def batches(self) -> Iterator[Batch]:
         """The batches of the run, epoch after epoch."""

@@ -219,5 +219,5 @@ def counted_flops(job: Job) -> float:
     device = current().device
     model, batch = job.model().to(device), job.first_batch().on_device(device)
     with FlopCounterMode(display=False) as counter:
-        loss_of(call(model, batch.inputs), batch.targets, job.loss_fn).backward()
+        batch.loss(model, job.loss_fn).backward()
     return counter.get_total_flops() / batch.num_samples
