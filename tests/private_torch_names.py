@@ -80,6 +80,7 @@ torch._scaled_mm
 torch.jit._builtins._get_builtin_table
 torch.ops.aten._grouped_mm
 torch.ops.aten._local_scalar_dense.default
+torch.ops.aten._scaled_dot_product_efficient_attention
 torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 torch.ops.aten._to_copy.default

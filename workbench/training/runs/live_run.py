@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from statistics import median_high
 from typing import Any
 
 import torch
@@ -105,7 +106,8 @@ class LiveRun:
         segments = [*self.result.segments, last]
         peak = max(segment.memory_bytes["peak"] for segment in segments)
         self.result.segments = segments if self.result.changes else []
-        self.result.memory_bytes, self.result.boxed_bytes = {**last.memory_bytes, "peak": peak}, _median(self._sent)
+        self.result.memory_bytes = {**last.memory_bytes, "peak": peak}
+        self.result.boxed_bytes = median_high(self._sent or [0])
         self.result.layer_forward_s, self.result.layer_backward_s = self._layers.forward_s, self._layers.backward_s
         return self.result
 
@@ -281,7 +283,7 @@ class LiveRun:
     def _segment(self) -> RankSegment:
         """The figures since the last change of strategy."""
         self._measure_memory()
-        return RankSegment(dict(self.memory), _median(self._sent[self._segment_start :]))
+        return RankSegment(dict(self.memory), median_high(self._sent[self._segment_start :] or [0]))
 
     def _report(self, what: object) -> None:
         """Report an object that all ranks have. One of them sends it."""
@@ -300,7 +302,3 @@ def logical_state(model: nn.Module) -> dict[str, torch.Tensor]:
         name: (value_on_all_ranks(value) if isinstance(value, GlobalTensor) else value.detach()).clone()
         for name, value in state_tensors(model).items()
     }
-
-
-def _median(values: list[int]) -> int:
-    return sorted(values)[len(values) // 2] if values else 0
