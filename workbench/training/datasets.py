@@ -31,8 +31,9 @@ def check_dataset(dataset: Any, collate_fn: Collate | None, call: str) -> None:
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         more = "" if dataset.collate_fn is default_collate else ", collate_fn=loader.collate_fn"
+        size = f" of {len(dataset.dataset)} samples" if hasattr(dataset.dataset, "__len__") else ""
         raise RunError(
-            f"{call}: the data set is a {kind} of {len(dataset.dataset)} samples in batches of {dataset.batch_size}. "  # type: ignore[arg-type]
+            f"{call}: the data set is a {kind}{size} in batches of {dataset.batch_size}. "
             f"The workbench takes samples by position and makes its own batches: give loader.dataset, and "
             f"batch_size={dataset.batch_size}{more}."
         )

@@ -168,6 +168,7 @@ BEFORE = {
     "no length": ({"dataset": Endless()}, r"is a Endless, which has no positions"),
     "nothing": ({"dataset": None}, r"is a NoneType, which has no positions"),
     "a loader": ({"dataset": loader()}, r"DataLoader of 13 samples in batches of 4.*give loader.dataset.*=4, c"),
+    "a loader of a stream": ({"dataset": DataLoader(Stream(), 4)}, r"is a DataLoader in batches of 4.*loader.dataset"),
     "a list of arrays": ({"dataset": list(features())}, r"=5, but the data set has 2 samples.*stand in a tuple"),
     "too few samples": ({"dataset": features(4)}, r"batch_size=5, but the data set has 4 samples.*=4 is the largest"),
     "unlike rows": (

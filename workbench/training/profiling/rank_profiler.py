@@ -50,7 +50,7 @@ class RankProfiler:
     def __init__(
         self, world: World, steps: int = DEFAULT_STEPS, warmup: int = DEFAULT_WARMUP, any_size: bool = False
     ) -> None:
-        self.world, self.warmup, self.num_wanted, self.any_size = world, warmup, steps, any_size
+        self.world, self.warmup, self.num_wanted = world, warmup, steps
         self.num_steps = steps if any_size else min(steps, MOST_STEPS)
         self.num_ended = 0
         self.is_done = False
