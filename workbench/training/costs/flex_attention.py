@@ -26,10 +26,14 @@ def with_flex_attention(counter: WorkCounter) -> Iterator[None]:
         yield
         return
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, mask: Any, *_: Any) -> Any:
+    operator = module.flex_attention_hop
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> Any:
+        if not isinstance(query, FakeTensor):  # in another thread
+            return operator(query, key, value, *others)
         if torch.is_autocast_enabled("cpu"):
             query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
-        counter.computed_share = _computed_share(mask)
+        counter.computed_share = _computed_share(others[1])
         if query.shape[-1] == value.shape[-1]:
             result, sums = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
         else:  # the kernel of CPUs has no other width
