@@ -129,7 +129,5 @@ class Checkpoints:
 
 
 def _is_left_over(path: Path) -> bool:
-    named_so = _LEFT.fullmatch(path.name) is not None
-    return path.is_dir() and (
-        named_so or (_COMPLETE.fullmatch(path.name) and not (path / ".metadata").is_file()) is True
-    )
+    is_without_contents = _COMPLETE.fullmatch(path.name) and not (path / ".metadata").is_file()
+    return path.is_dir() and bool(_LEFT.fullmatch(path.name) or is_without_contents)
