@@ -10,8 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
+from workbench.core.strategy import Strategy
 from workbench.testing import run_ranks
+from workbench.training.batches import Batch
 from workbench.training.runs.first_difference import FirstDifference
+from workbench.training.runs.recorded_values import values_under
 
 torch.manual_seed(3)
 BATCH = torch.randn(8, 6), torch.randint(0, 4, (8,))
@@ -108,6 +111,23 @@ def test_a_wrong_rule():
     assert (found.layer, found.function, found.what) == ("", "shares", "result"), str(found)
     assert found.ranks == (0, 1) and found.size > 0.1 and "result of shares in the model, on ranks 0, 1" in str(found)
     assert found.layouts[1] == "one device" and "S(1)" in found.layouts[0]
+
+
+class ByKeyword(nn.Linear):
+    def forward(self, x):
+        return F.linear(input=x, weight=self.weight, bias=self.bias)
+
+
+def test_operands_that_are_given_by_keyword_have_layouts():
+    model = nn.Sequential(ByKeyword(6, 4))
+
+    def program():
+        parts = [Batch.of(BATCH, F.cross_entropy)]
+        values = values_under(Strategy("*: data"), copy.deepcopy(model), parts, F.cross_entropy)
+        return [value.operands for name, value in values.items() if (name.function, name.what) == ("linear", "result")]
+
+    for [operands] in run_ranks(program):
+        assert len(operands) == 3 and "S(0)" in operands[0]
 
 
 class DiffersByRank(nn.Module):

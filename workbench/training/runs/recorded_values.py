@@ -111,7 +111,7 @@ class ValueRecorder(TorchFunctionMode):
         found = [leaf for leaf in tree_leaves(result) if self._is_value(leaf)] if name not in _NO_RESULTS else []
         if found:
             layer = self._layers[-1] if self._layers else LOSS
-            call, operands = self._calls[layer, name], _layouts(args)
+            call, operands = self._calls[layer, name], _layouts((args, kwargs))
             self._calls[layer, name] += 1
             for number, value in enumerate(found):
                 which = f" {number}" if len(found) > 1 else ""
@@ -134,9 +134,9 @@ class ValueRecorder(TorchFunctionMode):
         self.values[name] = RecordedValue.of(value, operands)
 
 
-def _layouts(args: Any) -> tuple[str, ...]:
+def _layouts(arguments: Any) -> tuple[str, ...]:
     """The layouts of the global tensors among a function's arguments."""
-    return tuple(str(leaf._spec.layout) for leaf in tree_leaves(args) if isinstance(leaf, GlobalTensor))
+    return tuple(str(leaf._spec.layout) for leaf in tree_leaves(arguments) if isinstance(leaf, GlobalTensor))
 
 
 Values = dict[ValueName, RecordedValue]
