@@ -202,30 +202,34 @@ def test_rows_that_go_back_are_refused_by_their_layer():
 
 
 def test_optimizers_that_have_state_already_go_on(tmp_path):
+    """Also with that of parameters outside of the model."""
     model = HeadFirst().double()
     truth = copy.deepcopy(model)
     losses = on_one_device(truth, 2)
     copies = [copy.deepcopy(model) for _ in range(4)]
 
-    def step(parallel, optimizer):
+    def step(parallel, beside, optimizer):
         loss = wb.forward_backward(parallel, F.cross_entropy, WORDS, CLASSES).item()
+        beside[0].grad = torch.ones_like(beside[0])
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
     def program(rank):
-        found = []
+        found, beside = [], nn.ParameterList([torch.zeros(1).double()])
         for part in (0, 1):
             parallel = wb.parallelize(copies[rank + 2 * part], "pipeline | mb=2")
-            optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
+            optimizer = torch.optim.SGD([*parallel.parameters(), *beside.parameters()], lr=0.1, momentum=0.9)
+            parts = {"model": parallel, "beside": beside, "optimizer": optimizer}
             if part:
-                wb.checkpoint.load(tmp_path / "one", model=parallel, optimizer=optimizer)
-            found += [step(parallel, optimizer) for _ in range(1 + part)]
-            wb.checkpoint.save(tmp_path / "one", model=parallel, optimizer=optimizer)
-        return found
+                wb.checkpoint.load(tmp_path / "one", **parts)
+            found += [step(parallel, beside, optimizer) for _ in range(1 + part)]
+            wb.checkpoint.save(tmp_path / "one", **parts)
+        return found, beside[0].item()
 
-    for found in run_ranks(program, 2):
+    for found, weight in run_ranks(program, 2):
         torch.testing.assert_close(found, losses)
+        assert weight == pytest.approx(-0.1 * (1 + 1.9 + 2.71))
 
 
 def test_an_evaluation_before_the_first_step_settles_the_stages():

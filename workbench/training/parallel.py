@@ -92,8 +92,8 @@ def parallelize(
             ``{"fc1": "data", "fc2": "model"}``; a file of its text (``Path``); or a preset, made for the module:
             ``"data"``, ``"model"``, ``"pipeline"``, ``"hybrid"``, with options if needed: ``"pipeline | mb=8"``. The
             stages of ``"pipeline"`` follow the order in which the first batch goes through the layers.
-        optimizer: an optimizer over the module's parameters. Its state gets the new layouts, and so does that of
-            optimizers that it has as attributes.
+        optimizer: an optimizer over parameters of the module, and perhaps others. Its state gets the new layouts, and
+            so does that of optimizers that it has as attributes.
         init: values of a module on meta, shard by shard. None: its modules' ``reset_parameters`` (of ``transformers``:
             ``_init_weights``), with the same numbers for every strategy. A path: safetensors files, see
             ``wb.checkpoint.load_safetensors``. A function: called with every submodule, children first. ``"empty"``:
@@ -104,9 +104,9 @@ def parallelize(
         attribute of that name.
 
     Raises:
-        StrategyError: the strategy does not fit the module or the number of ranks; the optimizer has other parameters;
-            the devices or the disk cannot do what the strategy asks; nothing gives values to tensors on meta. Only
-            this last one comes after the module has changed.
+        StrategyError: the strategy does not fit the module or the number of ranks; the optimizer has none of its
+            parameters; the devices or the disk cannot do what the strategy asks; nothing gives values to tensors on
+            meta. Only this last one comes after the module has changed.
         LayoutError: the ranks hold different weights.
         CheckpointError: the files do not fit.
 

@@ -33,8 +33,7 @@ def mark_stateful(optimizer: Optimizer) -> None:
 
 
 def optimizers_of(module: nn.Module, world: World) -> list[Optimizer]:
-    """The optimizers that have state of parameters of a module, all of whose parameters are the module's, in the order
-    of these parameters. All ranks call it.
+    """The optimizers that have state of parameters of a module, in the order of these parameters. All ranks call it.
 
     Ranks may hold others: Python frees a dropped optimizer at a different time on each rank, and a traceback may keep
     one. So they compare which parameters each one has, and of several for the same parameters the newest counts first.
@@ -43,7 +42,7 @@ def optimizers_of(module: nn.Module, world: World) -> list[Optimizer]:
     found: dict[tuple[tuple[int, ...], int], Optimizer] = {}
     for optimizer in reversed(list(_with_state)):
         numbers = tuple([number_of.get(id(p), -1) for params in _groups_of(optimizer) for p in params])
-        if -1 not in numbers:
+        if any(number >= 0 for number in numbers):
             found[numbers, sum(known == numbers for known, _ in found)] = optimizer
     if world.device.type == "meta":  # a dry run has no other ranks
         return list(found.values())
@@ -92,8 +91,8 @@ def check_state_layouts(optimizer: Optimizer, parameters: Sequence[GlobalTensor]
     most = max(all_gather_object(number, moved[0]._spec.world, "state of an optimizer"))
     if most:
         raise LayoutError(
-            f"{type(optimizer).__name__}.step(): {len(moved)} of {len(parameters)} parameters have other layouts than "
-            f"in the step before, and state that lies as they lay, up to {most} of them on a rank. {MOVE_STATE}"
+            f"{type(optimizer).__name__}: {len(moved)} of {len(parameters)} parameters have other layouts than in the "
+            f"step before, and state that lies as they lay, up to {most} of them on a rank. {MOVE_STATE}"
         )
 
 

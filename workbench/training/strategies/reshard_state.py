@@ -24,6 +24,7 @@ from workbench.training.gradients.block_state import refuse_block_state
 from workbench.training.gradients.failed_steps import end_failed_steps
 from workbench.training.gradients.optim import forget_layouts
 from workbench.training.gradients.shard import state_spec
+from workbench.training.gradients.stale_optimizer import check_state_layouts
 from workbench.training.gradients.state_on_host import bring_back
 from workbench.training.strategies.shard_parameters import shard_tensor
 
@@ -65,19 +66,25 @@ def _is_shown(optimizer: Optimizer) -> tuple[bool, int]:
 
 
 class OptimizerState:
-    """The state of an optimizer while its parameters change their layouts. ``moves``: no other one has moved it."""
+    """The state of an optimizer while its parameters change their layouts: of those that are the module's. Others, of a
+    loss for example, stay as they are. ``moves``: no other optimizer has moved it.
+    """
 
     def __init__(self, optimizer: Optimizer, module: nn.Module, world: World, moves: bool = True) -> None:
         self.optimizer, self.world, self.moves = optimizer, world, moves
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         own = {id(parameter) for parameter in module.parameters()}
-        others = sum(id(parameter) not in own for parameter in self.parameters)
-        if others:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self.parameters = [p for p in held if id(p) in own]
+        if held and not self.parameters:
             raise StrategyError(
-                f"parallelize(optimizer=): {others} of the optimizer's {len(self.parameters)} parameters are not among "
-                f"the module's {len(own)}. The state moves with the parameters: pass the module that has all of them."
+                f"parallelize(optimizer=): {len(held)} of the optimizer's {len(held)} parameters are not among the "
+                f"module's {len(own)}. The state moves with the parameters: pass the module that has them."
             )
         refuse_block_state(optimizer, "parallelize(optimizer=)", StrategyError)
+        swap = vars(optimizer).get("_workbench_swap")
+        if swap is not None and optimizer.state is swap.state:  # forgotten, with what it knows of other modules
+            others = {p: spec for p, spec in zip(swap.parameters, swap.specs, strict=True) if id(p) not in own}
+            check_state_layouts(optimizer, list(others), list(others.values()))
         self.specs = [_state_spec(p) for p in self.parameters]
         self._moves: list[tuple[dict[str, Any], str, Spec, bool]] = []
         mine = [self._described(p, spec) for p, spec in zip(self.parameters, self.specs, strict=True)]
@@ -95,23 +102,19 @@ class OptimizerState:
 
     def reshard(self, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
         """Bring the state to where the parameters are now; ``replaced`` has the new ones by the old."""
-        new = [replaced.get(parameter, parameter) for parameter in self.parameters]
         if self.moves:
-            self._move(new)
-        remaining = iter(new)
+            self._move(replaced)
         for group in self.optimizer.param_groups:
-            group["params"] = [next(remaining) for _ in group["params"]]
+            group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
         forget_layouts(self.optimizer)
 
-    def _move(self, new: Sequence[torch.Tensor]) -> None:
-        state = dict(self.optimizer.state)
-        for key in state:
-            if isinstance(key, torch.Tensor):
-                del self.optimizer.state[key]
+    def _move(self, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
+        states = [self.optimizer.state.pop(parameter, {}) for parameter in self.parameters]
         with torch.no_grad():
-            for old, parameter, spec, described in zip(self.parameters, new, self.specs, self.described, strict=True):
+            for old, state, spec, described in zip(self.parameters, states, self.specs, self.described, strict=True):
                 if described is not None:
-                    values = self._resharded(state.get(old, {}), parameter, spec, described)
+                    parameter = replaced.get(old, old)
+                    values = self._resharded(state, parameter, spec, described)
                     if not (isinstance(parameter, GlobalTensor) and state_spec(parameter).is_placeholder):
                         self.optimizer.state[parameter] = values
             self._box()
