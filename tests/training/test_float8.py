@@ -277,6 +277,18 @@ def test_a_device_without_8_bits_is_an_error(monkeypatch):
     assert model(torch.ones(2, 32)).dtype == torch.float32, "nor is it in 16 bits from then on"
 
 
+def test_all_ranks_refuse_8_bits_that_one_of_them_lacks(monkeypatch):
+    monkeypatch.setattr(precision, "lacks_float8", lambda device: "an A100" if wb.rank() else "")
+    models = [layer() for _ in range(2)]
+
+    def program(rank):
+        with pytest.raises(StrategyError) as caught:
+            wb.parallelize(models[rank], "*: data | fp8")
+        return str(caught.value)
+
+    assert run_ranks(program) == ["option fp8: on rank 1, an A100. Use bf16.", "option fp8: an A100. Use bf16."]
+
+
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_backward_in_two_parts_has_the_gradients_of_weights_in_its_second(recomputes, monkeypatch):
     """Each product once, and the bits of a whole backward."""

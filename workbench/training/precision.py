@@ -20,6 +20,7 @@ from workbench.core.float8_layers import fits_float8
 from workbench.errors import LayoutError, StrategyError
 from workbench.kernels.float8 import lacks_float8
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.patch_table import patch
 from workbench.tensors.rules.matmul.float8 import linear_in_8_bits
 from workbench.tensors.torch_patches.joined_rows import is_conv1d
@@ -34,12 +35,16 @@ _torch_unscale: Callable[..., Any] = grad_scaler.GradScaler._unscale_grads_
 
 
 def check(module: nn.Module, state: ParallelState) -> None:
-    """Refuse a precision in which the device does not compute.
+    """Refuse a precision in which the device of a rank does not compute.
 
     Raises:
-        StrategyError: ``fp8`` on a device that does not multiply 8 bits.
+        StrategyError: on all ranks, ``fp8`` if one of them has a device that does not multiply 8 bits.
     """
-    _check_device(state.strategy.options.precision, state.layouts.world.device)
+    world = state.layouts.world
+    if state.strategy.options.precision == "fp8":
+        lacking = all_gather_object(lacks_float8(world.device), world, "fp8")
+        others = (f"on rank {rank}, {why}" for rank, why in enumerate(lacking) if why)
+        _refuse_lacking(lacking[world.rank] or next(others, ""))
 
 
 def install(module: nn.Module, state: ParallelState) -> list[Any]:
@@ -50,8 +55,8 @@ def install(module: nn.Module, state: ParallelState) -> list[Any]:
     return handles + (_warnings_outside(module, precision, world.autocast_type, entered) if handles else [])
 
 
-def _check_device(precision: str, device: torch.device) -> None:
-    if precision == "fp8" and (lacking := lacks_float8(device)):
+def _refuse_lacking(lacking: str) -> None:
+    if lacking:
         raise StrategyError(f"option fp8: {lacking}. Use bf16.")
 
 
@@ -68,7 +73,8 @@ def compute_in(
     dtype = AUTOCAST_DTYPES.get(precision)
     if dtype is None:
         return [], []
-    _check_device(precision, device)
+    if precision == "fp8":
+        _refuse_lacking(lacks_float8(device))
     handles, entered = autocast_forward(module, autocast_type, dtype)
     if precision == "fp8":
         handles += [LinearIn8Bits(layer) for layer in module.modules() if _multiplies_in_8_bits(layer)]
