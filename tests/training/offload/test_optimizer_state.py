@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from workbench.errors import StrategyError
+from workbench.errors import StrategyError, WorkbenchError
 from workbench.testing import run_ranks
 from workbench.training.gradients import state_on_host
 from workbench.training.offload import host_memory
@@ -380,6 +380,17 @@ def test_a_folder_in_memory_is_left_out(monkeypatch):
     monkeypatch.setattr(host_memory, "_file_system", lambda folder: "tmpfs")
     with pytest.raises(StrategyError, match=r"2 temporary folders.*TMPDIR"):
         host_memory.disk_folder()
+
+
+def test_a_rank_without_a_folder_on_a_disk_is_an_error_on_all_ranks(monkeypatch):
+    monkeypatch.setattr(host_memory, "_file_system", lambda folder: "tmpfs" if wb.rank() else "ext4")
+    built = mlp()
+
+    def program():
+        with pytest.raises(WorkbenchError, match=r"temporary folders .* are in memory"):
+            wb.parallelize(copy.deepcopy(built), "*: data | offload=optimizer")
+
+    run_ranks(program)
 
 
 def test_a_line_says_once_where_files_lie(monkeypatch, capsys):

@@ -22,7 +22,7 @@ import torch
 
 from workbench.errors import StrategyError
 from workbench.tensors.global_tensor import local_torch
-from workbench.tensors.object_collectives import all_gather_object
+from workbench.tensors.object_collectives import all_gather_object, run_on_all_ranks
 from workbench.tensors.world import World
 from workbench.units import format_bytes
 
@@ -196,11 +196,12 @@ def check_space(num_bytes: int, world: World, option: str) -> None:
     Rank 0 says once where the files lie.
 
     Raises:
-        StrategyError: on all ranks, if there is too little space on one of the hosts.
+        StrategyError: on all ranks, if there is too little space on one of the hosts; or on a rank that has no folder
+            on a disk, of which the others have a ``CheckpointError``.
     """
     if world.device.type != "cpu":
         return
-    folder = disk_folder()
+    folder = run_on_all_ranks(disk_folder, world, option)
     mine = (socket.gethostname(), num_bytes, psutil.disk_usage(folder).free, folder)
     every = all_gather_object(mine, world, f"space for {option}")
     for host in dict.fromkeys(host for host, *_ in every):
