@@ -22,7 +22,7 @@ from workbench.errors import StrategyError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.training.gradients.nested_steps import step_without_hooks
 from workbench.training.gradients.optimizer_kinds import closure_of
-from workbench.training.offload.host_memory import HostMemory, host_memory, is_offloaded
+from workbench.training.offload.host_memory import host_memory, is_offloaded
 from workbench.training.offload.staging import Staging
 
 _ALIGNMENT = 256
@@ -64,7 +64,7 @@ class StateOnHost:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._memory: HostMemory = host_memory(device)
+        self._memory = host_memory(device)
         self._staging = None if device.type == "cpu" else Staging(device)
         self._buckets: list[_Bucket] = []
         self._sizes: list[int] = []

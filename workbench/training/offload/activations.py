@@ -22,7 +22,7 @@ from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.kept_for_backward import Kept, keep, unchanged
 from workbench.tensors.world import World
-from workbench.training.offload.host_memory import HostMemory, host_memory
+from workbench.training.offload.host_memory import host_memory
 
 MIN_BYTES = 2**16
 """Smaller storages stay."""
@@ -110,7 +110,7 @@ class OffloadedActivations:
 
     def __init__(self, module: nn.Module, world: World) -> None:
         self._world = world
-        self._memory: HostMemory = host_memory(world.device)
+        self._memory = host_memory(world.device)
         self._copies = None if world.device.type == "cpu" else DeviceCopies(world.device)
         self._open: list[AbstractContextManager[None]] = []
         self._own: set[int] = set()

@@ -15,7 +15,7 @@ import tempfile
 import weakref
 from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -33,22 +33,6 @@ _FOLDERS_ON_DISK = ("/var/tmp",)
 _PINNED_UNIT = 256
 _addresses: set[int] = set()
 _said: set[str] = set()
-
-
-class HostMemory(Protocol):
-    """Where offloaded tensors lie."""
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """New bytes, as a tensor of the CPU."""
-
-    def free(self, memory: torch.Tensor) -> None:
-        """Nobody will ask for these bytes any more; tensors that show them may still live."""
-
-    def will_read(self, memory: torch.Tensor) -> None:
-        """Begin to bring bytes near, without waiting."""
-
-    def release(self, memory: torch.Tensor) -> None:
-        """The process does not need these bytes for now."""
 
 
 class PinnedMemory:
@@ -76,7 +60,7 @@ class PinnedMemory:
         return self._block[start : start + num_bytes]
 
     def free(self, memory: torch.Tensor) -> None:
-        """Use these bytes again."""
+        """Use these bytes again: nobody will ask for them any more. Tensors that show them may still live."""
         size = _rounded(memory.numel(), _PINNED_UNIT)
         self._free[size].append(memory.as_strided((size,), (1,)))
 
@@ -123,11 +107,11 @@ class MappedFile:
         """Nothing: the place is free with the last tensor that shows it."""
 
     def will_read(self, memory: torch.Tensor) -> None:
-        """Let the kernel read ahead."""
+        """Let the kernel read ahead, without waiting."""
         self._places[memory.data_ptr()].advise(mmap.MADV_WILLNEED, memory.numel())
 
     def release(self, memory: torch.Tensor) -> None:
-        """Give back the pages; what is written to them stays in the file."""
+        """Give back the pages, which the process does not need for now; what is written to them stays in the file."""
         self._places[memory.data_ptr()].advise(mmap.MADV_DONTNEED, memory.numel())
 
     def _new_place(self, size: int) -> _Place:
@@ -161,6 +145,10 @@ class _Place(NamedTuple):
     def advise(self, advice: int, num_bytes: int) -> None:
         """Tell the kernel how these bytes will be used."""
         self.mapping.madvise(advice, self.start, num_bytes)
+
+
+HostMemory = PinnedMemory | MappedFile
+"""Where offloaded tensors lie."""
 
 
 def host_memory(device: torch.device) -> HostMemory:
