@@ -12,7 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim import Optimizer
@@ -166,51 +166,43 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-class OptimizerListener(Protocol):
-    """The calls with which an optimizer tells a recording about its step."""
+class _Listeners(threading.local):
+    """Those of each thread: simulated ranks are threads, torch's hooks are global."""
 
-    def optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer is about to step. The parts, with their gradients, are in the places of the parameters."""
-
-    def optimizer_ends(self, optimizer: Optimizer) -> None:
-        """The optimizer has changed the parts, and nothing else has run since."""
+    begins: Callable[[Optimizer, Any, Any], object] | None = None
+    ends: Callable[[], object] | None = None
 
 
-class SteppedOptimizers(list[Optimizer]):
-    """A listener that lists the optimizers."""
-
-    def optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Note it."""
-        self.append(optimizer)
-
-    def optimizer_ends(self, optimizer: Optimizer) -> None:
-        """Its settings are compared when a recording ends."""
-
-
-_listening = threading.local()
-"""The listener of each thread: simulated ranks are threads, torch's hooks are global."""
+_listeners = _Listeners()
 
 
 @contextmanager
-def optimizer_listener(listener: OptimizerListener) -> Iterator[None]:
-    """Context in which a listener gets the calls of optimizers that step in this thread."""
-    before, _listening.to = getattr(_listening, "to", None), listener
+def listening(
+    begins: Callable[[Optimizer, Any, Any], object], ends: Callable[[], object] | None = None
+) -> Iterator[None]:
+    """Context in which functions get the calls of optimizers that step in this thread.
+
+    Args:
+        begins: (optimizer, args, kwargs); it is about to step. The parts, with their gradients, are in the places of
+            the parameters.
+        ends: it has changed the parts, and nothing else has run since.
+    """
+    before = _listeners.begins, _listeners.ends
+    _listeners.begins, _listeners.ends = begins, ends
     try:
         yield
     finally:
-        _listening.to = before
+        _listeners.begins, _listeners.ends = before
 
 
 def _begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    listener: OptimizerListener | None = getattr(_listening, "to", None)
-    if listener is not None:
-        listener.optimizer_begins(optimizer, args[1:], kwargs)
+    if _listeners.begins is not None:
+        _listeners.begins(optimizer, args[1:], kwargs)
 
 
 def _ends(optimizer: Optimizer) -> None:
-    listener: OptimizerListener | None = getattr(_listening, "to", None)
-    if listener is not None:
-        listener.optimizer_ends(optimizer)
+    if _listeners.ends is not None:
+        _listeners.ends()
 
 
 before_steps.append(_begins)

@@ -213,7 +213,7 @@ class Recorder(TorchDispatchMode):
         )  # fmt: skip
         self._is_paused += 1
 
-    def optimizer_ends(self, optimizer: Optimizer) -> None:
+    def optimizer_ends(self) -> None:
         """Resume the recording."""
         if self._stepping is not None:
             self._stepping = None

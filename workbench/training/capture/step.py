@@ -10,6 +10,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain, wrap
@@ -20,7 +21,7 @@ from workbench.training.capture.gradients import LeafCollector, has_grad, held_g
 from workbench.training.capture.graphs import GraphProgram
 from workbench.training.capture.guards import Guards, called_modules, kind_of, laid_out, own_input, strides_of
 from workbench.training.capture.operators import RejectValueReads
-from workbench.training.capture.optimizer_steps import SteppedOptimizers, optimizer_listener
+from workbench.training.capture.optimizer_steps import listening
 from workbench.training.capture.parts import written_memory
 from workbench.training.capture.read_numbers import Numbers, read_numbers
 from workbench.training.capture.recorded_transport import RecordedTransport
@@ -166,8 +167,9 @@ class CapturedStep(Generic[_Arguments, _Result]):
         kinds = self._kinds.get((key, self._guards.now()), [])
         kind = _fitting(kinds)
         if kind is None:
-            optimizers = SteppedOptimizers()
-            with LeafCollector() as seen, called_modules() as modules, optimizer_listener(optimizers):
+            optimizers: list[Optimizer] = []
+            note = listening(lambda optimizer, *_: optimizers.append(optimizer))
+            with LeafCollector() as seen, called_modules() as modules, note:
                 result = self._step(*args, **kwargs)
             self._guards.add(modules)
             if self._forget_one():
@@ -266,7 +268,7 @@ def _record(
     try:
         with (
             is_recording,
-            optimizer_listener(recorder),
+            listening(recorder.optimizer_begins, recorder.optimizer_ends),
             RejectValueReads(),
             recorder,
             called_modules() as modules,
