@@ -359,6 +359,6 @@ def end_sums(modules: Iterable[nn.Module]) -> None:
     """Wait for sums of gradients that the step has begun and none of its optimizers has used."""
     for module in modules:
         parameters = [p for p in module.parameters() if isinstance(p, GlobalTensor)]
-        for reducer in {id(w): w for p in parameters if (w := GradientReducer.of(p)) is not None}.values():
+        for reducer in GradientReducer.of_all(parameters):
             reducer.drain()
         forget_sums(parameters)

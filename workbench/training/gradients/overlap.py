@@ -21,7 +21,7 @@ import contextlib
 import copy
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,11 @@ class GradientReducer:
         """The reducer of a parameter; None if there is none."""
         reducer: GradientReducer | None = parameter._reducer
         return reducer
+
+    @staticmethod
+    def of_all(parameters: Iterable[GlobalTensor]) -> list[GradientReducer]:
+        """The reducers of parameters, each once."""
+        return [reducer for reducer in dict.fromkeys(map(GradientReducer.of, parameters)) if reducer is not None]
 
     def remove(self) -> None:
         """Stop observing."""
@@ -275,11 +280,6 @@ def _nbytes(parameter: GlobalTensor) -> int:
         return parameter.numel() * parameter.element_size()
 
 
-def install_reducer(module: nn.Module, scatters: bool) -> GradientReducer:
-    """Observe the gradients of a module's global parameters."""
-    return GradientReducer([p for p in module.parameters() if isinstance(p, GlobalTensor)], scatters)
-
-
 def _declare_shard(parameter: GlobalTensor, scatters: bool) -> None:
     """Let a placeholder know whether its owner will keep a shard of its gradient."""
     gradient_state(parameter).shard_spec = None
@@ -311,7 +311,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
             f"no_sync({type(module).__name__}): 0 of its {sum(1 for _ in module.parameters())} parameters are global "
             "tensors. Only gradients of global parameters are summed: call wb.parallelize(module, strategy) first."
         )
-    reducers = list({id(w): w for p in parameters if (w := GradientReducer.of(p)) is not None}.values())
+    reducers = GradientReducer.of_all(parameters)
     before = [reducer.paused for reducer in reducers]
     for reducer in reducers:
         reducer.paused = True

@@ -33,7 +33,7 @@ class Swap:
         self.is_torchs = is_of_torch(optimizer)
         self.steps_others = not self.is_torchs and holds_another(optimizer)
         self.on_host = state_on_host(optimizer, self.parameters, self.is_torchs)
-        self.reducers = list({id(w): w for p in self.parameters if (w := GradientReducer.of(p)) is not None}.values())
+        self.reducers = GradientReducer.of_all(self.parameters)
         self.is_sharded = any(shard_of(p) is not None for p in self.parameters)
         self.is_summed = any(len(p._spec.term_ranks) > 1 for p in self.present)
         stepping = self.present if self.elementwise else self.parameters

@@ -189,8 +189,8 @@ class StageRank:
 
     def write_gradients(self) -> None:
         """Give parameters the gradients of their views; under ZeRO 2, scatter them."""
-        reducers = (GradientReducer.of(own) for _, _, own, _ in self._views)
-        scattering = {id(reducer): reducer for reducer in reducers if reducer is not None and reducer.scatters}
+        reducers = GradientReducer.of_all(own for _, _, own, _ in self._views)
+        scattering = [reducer for reducer in reducers if reducer.scatters]
         with local_torch():
             for _, _, own, view in self._views:
                 if not own._is_param:
@@ -206,9 +206,9 @@ class StageRank:
                 known, found = read_grad(own), read_grad(view)
                 if found is not None and (known is None or known.data_ptr() != found.data_ptr()):
                     accumulate_grad(own, plain(found))
-                if id(GradientReducer.of(own)) in scattering:  # others go on accumulating in the view
+                if GradientReducer.of(own) in scattering:  # others go on accumulating in the view
                     view.grad = None
-        for reducer in scattering.values():
+        for reducer in scattering:
             reducer.scatter()
 
 

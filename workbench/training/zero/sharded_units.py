@@ -38,7 +38,7 @@ from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.torch_patches.checkpoint import is_in_checkpoint
 from workbench.tensors.torch_patches.compile_ddp_fsdp import refuse_scripted
 from workbench.tensors.world import World, current
-from workbench.training.gradients.overlap import install_reducer
+from workbench.training.gradients.overlap import GradientReducer
 from workbench.training.gradients.shard import Shard, choose_shards, shard_of
 from workbench.training.strategies.blocks import repeated_blocks
 from workbench.training.strategies.state import ParallelState, layers_of, parameter_stages
@@ -64,21 +64,14 @@ class ExecutionOrder:
         self._order: list[ShardedUnit] = []
         self._now: list[ShardedUnit] = []
         self._pending: tuple[ShardedUnit, list[GlobalTensor], list[int], BoxingWork] | None = None
-        self._handles: list[Any] = []
         self._recorded: weakref.WeakKeyDictionary[World, tuple[int, list[ShardedUnit]]] = weakref.WeakKeyDictionary()
 
-    def install(self, module: nn.Module) -> ExecutionOrder:
-        """Hook the model itself. It is installed after its units, so that its hook runs before theirs."""
-        self._handles = [
+    def hook(self, module: nn.Module) -> list[Any]:
+        """Hook the model itself, after its units, so that its hook runs before theirs."""
+        return [
             module.register_forward_pre_hook(self._begin, prepend=True),
             module.register_forward_hook(self._end, always_call=True),
         ]
-        return self
-
-    def remove(self) -> None:
-        """Unhook the model."""
-        for handle in self._handles:
-            handle.remove()
 
     def reset(self) -> None:
         """Put shards back after a call of the model that ended without its hooks."""
@@ -194,20 +187,13 @@ class ShardedUnit:
         self.module, self.members, self.execution_order = module, members, execution_order
         self._to_cast = [(owner, name) for owner in owners for name in casts_of(owner)]
         self._calls: list[tuple[GatheredCall | None, list[tuple[nn.Module, str, Any, int]]]] = []
-        self._handles: list[Any] = []
 
-    def install(self) -> ShardedUnit:
-        """Hook the module."""
-        self._handles = [
+    def hook(self) -> list[Any]:
+        """Hook the module. Without the hooks its parameters stay shards."""
+        return [
             self.module.register_forward_pre_hook(self._gather_parameters, prepend=True),
             self.module.register_forward_hook(self._free_parameters, always_call=True),
         ]
-        return self
-
-    def remove(self) -> None:
-        """Unhook the module; its parameters stay shards."""
-        for handle in self._handles:
-            handle.remove()
 
     def parameters_to_gather(self) -> tuple[list[GlobalTensor], list[Shard]]:
         """The parameters to gather that this rank holds, each once, and their shards."""
@@ -317,10 +303,11 @@ def install(module: nn.Module, state: ParallelState) -> list[Any]:
     handles: list[Any] = []
     if stage == 3:
         execution_order = ExecutionOrder()
-        handles += [unit.install() for unit in _units(module, state, _split_values(module), execution_order)]
-        handles.append(execution_order.install(module))
+        for unit in _units(module, state, _split_values(module), execution_order):
+            handles += unit.hook()
+        handles += execution_order.hook(module)
         state.on_interrupt.append(execution_order.reset)
-    return [*handles, install_reducer(module, scatters=stage == 2)]
+    return [*handles, GradientReducer(parameters, scatters=stage == 2)]
 
 
 def _split_values(module: nn.Module) -> dict[int, Shard]:
