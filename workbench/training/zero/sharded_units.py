@@ -303,19 +303,18 @@ def install(module: nn.Module, state: ParallelState) -> list[Any]:
     handles: list[Any] = []
     if stage == 3:
         execution_order = ExecutionOrder()
-        for unit in _units(module, state, _split_values(module), execution_order):
+        for unit in _units(module, state, _split_values(parameters), execution_order):
             handles += unit.hook()
         handles += execution_order.hook(module)
         state.on_interrupt.append(execution_order.reset)
     return [*handles, GradientReducer(parameters, scatters=stage == 2)]
 
 
-def _split_values(module: nn.Module) -> dict[int, Shard]:
+def _split_values(parameters: Sequence[GlobalTensor]) -> dict[int, Shard]:
     """Reduce every rank's parameters to its shards. Returns the shards by the ids of the parameters."""
     shards: dict[int, Shard] = {}
-    for parameter in module.parameters():
-        shard = shard_of(parameter) if isinstance(parameter, GlobalTensor) else None
-        if isinstance(parameter, GlobalTensor) and shard is not None:
+    for parameter in parameters:
+        if (shard := shard_of(parameter)) is not None:
             shards[id(parameter)] = shard
             with torch.no_grad():
                 parameter._take_data(box(parameter.detach(), shard.spec.layout))
