@@ -65,7 +65,8 @@ class Guards:
                 tuple([part.training for part in self._parts.values()]),
                 tuple([parameter.requires_grad for parameter in self._parameters]),
                 tuple(chain.from_iterable(self._hooks)),  # their numbers, which torch gives once
-                tuple([tuple(found) for p in self._parameters for found in _hooks_of(p) if found]),
+                # on their gradients, and behind their accumulation
+                tuple([(*(p._backward_hooks or ()), *(p._post_accumulate_grad_hooks or ())) for p in self._parameters]),
             )
 
     def trained(self) -> list[torch.Tensor]:
@@ -125,11 +126,6 @@ class Guards:
         return [part.__dict__.get(STATE) for part in self._parallelized]
 
 
-def _hooks_of(parameter: torch.Tensor) -> tuple[dict[int, Any] | None, dict[int, Any] | None]:
-    """The hooks of a parameter by their numbers: on its gradient, and behind its accumulation."""
-    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-
-
 def kind_of(leaf: Any) -> Any:
     """What an argument must have in common with a recording's: everything but the values of a tensor."""
     if isinstance(leaf, GlobalTensor):
@@ -161,11 +157,6 @@ def own_input(leaf: Any) -> Any:
         )
     local = _without_repeats(plain(leaf))
     return wrap(local, leaf._spec) if isinstance(leaf, GlobalTensor) else local.view_as(local)
-
-
-def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """How this rank's part of a tensor lies in memory."""
-    return plain(tensor).stride()
 
 
 def laid_out(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:

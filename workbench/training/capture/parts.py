@@ -153,8 +153,6 @@ def written_by(call: Call) -> set[Slot]:
 def written_memory(trace: Trace) -> set[Any]:
     """The memory that the calls of a trace write to: operators, and optimizers to their parameters."""
     memory = memory_of(trace)
-    return {memory[slot] for call in trace.calls for slot in (written_by(call) if call.operator else _stepped(call))}
-
-
-def _stepped(call: Call) -> set[Slot]:
-    return set(slots_in(call.args[0])) if isinstance(call.function, OptimizerStep) else set()
+    stepped = (call for call in trace.calls if isinstance(call.function, OptimizerStep))
+    written = set[Slot]().union(*map(written_by, trace.calls), *(slots_in(call.args[0]) for call in stepped))
+    return {memory[slot] for slot in written}

@@ -19,7 +19,7 @@ from workbench.tensors.world import World, current
 from workbench.training.capture.compiled import Program
 from workbench.training.capture.gradients import LeafCollector, has_grad, held_grad, hold_grad, shard_spec
 from workbench.training.capture.graphs import GraphProgram
-from workbench.training.capture.guards import Guards, called_modules, kind_of, laid_out, own_input, strides_of
+from workbench.training.capture.guards import Guards, called_modules, kind_of, laid_out, own_input
 from workbench.training.capture.operators import RejectValueReads
 from workbench.training.capture.optimizer_steps import listening
 from workbench.training.capture.parts import written_memory
@@ -295,7 +295,7 @@ def _record(
         memory = [(tensor, memory_of(tensor)) for tensor in known if isinstance(tensor, GlobalTensor)]
         changed = written_memory(trace)
         strides = [
-            None if slot in changed else strides_of(value)
+            None if slot in changed else plain(value).stride()
             for slot, value in zip(trace.inputs[: len(inputs)], inputs, strict=True)
         ]
         written = [tensor for tensor in recorder.originals if tensor.untyped_storage()._cdata in changed]
@@ -305,7 +305,9 @@ def _record(
         for leaf in _joined(kind.leaves, recorder.placeholders)
         if isinstance(leaf, GlobalTensor) and leaf._spec.is_placeholder
     ]
-    results = [(True, _spec(part)) if isinstance(part, torch.Tensor) else (False, part) for part in parts]
+    results = [
+        (True, getattr(part, "_spec", None)) if isinstance(part, torch.Tensor) else (False, part) for part in parts
+    ]
     made = [(leaf, output, shard_spec(leaf)) for leaf, output in zip(leaves, left, strict=True) if output is not None]
     recording = Recording(
         trace, trace.compile(), strides, made, used, cleared, elsewhere, results, result_structure, addresses,
@@ -324,10 +326,6 @@ def _without_history(leaf: Any) -> Any:
 def _joined(*leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Leaves of autograd, each once."""
     return list({id(leaf): leaf for leaf in chain(*leaves)}.values())
-
-
-def _spec(tensor: torch.Tensor) -> Spec | None:
-    return tensor._spec if isinstance(tensor, GlobalTensor) else None
 
 
 def _replay(recording: Recording, world: World, inputs: Sequence[torch.Tensor]) -> Any:

@@ -143,8 +143,7 @@ class Trace:
 
     def compile(self) -> Callable[..., tuple[Any, ...]]:
         """The function that runs the calls: inputs in, outputs out."""
-        writer = _Writer(self)
-        return writer.function()
+        return _Writer(self).function()
 
 
 class _Writer:
@@ -185,12 +184,8 @@ class _Writer:
 
     def _line(self, call: Call) -> str:
         given = [self._text(value) for value in call.args] + [f"{k}={self._text(v)}" for k, v in call.kwargs.items()]
-        target = self._target(call.result)
-        return (
-            f"{target} = {self._constant(call.function)}({', '.join(given)})"
-            if call.makes()
-            else (f"{self._constant(call.function)}({', '.join(given)})")
-        )
+        text = f"{self._constant(call.function)}({', '.join(given)})"
+        return f"{self._target(call.result)} = {text}" if call.makes() else text
 
     def _target(self, result: Any) -> str:
         if isinstance(result, Slot):
