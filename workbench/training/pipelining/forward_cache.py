@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from workbench.core.layout import Layout
-from workbench.core.strategy import Options
 from workbench.tensors.boxing.box import box_implicitly, kept_boxings
 from workbench.tensors.dispatch.placeholder_calls import autocast_state
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
@@ -350,11 +349,6 @@ def cached_forwards(modules: Sequence[ForwardCache]) -> Iterator[None]:
     finally:
         for module in modules:
             module.remove()
-
-
-def runs_once(options: Options) -> bool:
-    """Whether a call runs the module's forward once: no recomputation, no gathering in its backward."""
-    return not options.recompute and options.zero < 3
 
 
 def blocks(root: nn.Module, is_wanted: Callable[[nn.Module], bool | None]) -> Iterator[nn.Module]:

@@ -32,7 +32,6 @@ from workbench.training.pipelining.forward_cache import (
     InputBoxing,
     blocks,
     distinct_tensors,
-    runs_once,
 )
 from workbench.training.pipelining.placeholder_forward import placeholder_forwards
 from workbench.training.strategies.state import ParallelState, parameter_stages
@@ -206,9 +205,11 @@ def local_forwards(
 def forward_caches_of(
     module: nn.Module, state: ParallelState, stage: int, placement: Placement, world: World
 ) -> list[ForwardCache]:
-    """The forward caches of a module's blocks on one stage; none if a call runs more than the forward."""
+    """The forward caches of a module's blocks on one stage; none if a call runs more than the forward: recomputation,
+    or a gathering in its backward.
+    """
     resolved = state.resolved
-    if resolved.num_stages == 1 or not runs_once(resolved.options):
+    if resolved.num_stages == 1 or resolved.options.recompute or resolved.options.zero == 3:
         return []
     stages = parameter_stages(module, resolved)
     hooks = {number for handle in state.handles if (number := getattr(handle, "id", None)) is not None}

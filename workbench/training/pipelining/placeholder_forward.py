@@ -148,7 +148,9 @@ class _HistoryLinks:
                 if form is not None:
                     found.add(self._first_form + form)
                 else:
-                    self.are_known = self.are_known and not _holds_data(node)
+                    # A boxing, made outside of the call, of a tensor that this rank holds: its gradient comes back
+                    holds_data = hasattr(node, "boxing") and not all(spec.is_placeholder for spec in node.boxing[:2])
+                    self.are_known = self.are_known and not holds_data
                     waiting += node.next_functions
         return tuple(sorted(found))
 
@@ -159,11 +161,6 @@ class _HistoryLinks:
         self._leaves[id(leaf)] = self._first_parameter + len(self.parameters)
         self.parameters.append(leaf)
         return self._leaves[id(leaf)]
-
-
-def _holds_data(node: Any) -> bool:
-    """Whether it is a boxing, made outside of the call, of a tensor that this rank holds: its gradient comes back."""
-    return hasattr(node, "boxing") and not all(spec.is_placeholder for spec in node.boxing[:2])
 
 
 def placeholder_forwards(

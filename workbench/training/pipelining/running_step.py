@@ -130,7 +130,7 @@ class RunningStep:
         """Refuse an edge of the forward that the schedule does not allow. ``function`` is None for a gradient."""
         if self.edges is None or source.layout.placement == target.layout.placement:
             return
-        start, end = (self._stage_of(spec.layout.placement) for spec in (source, target))
+        start, end = (self._stages.get(spec.layout.placement) for spec in (source, target))
         if start is None or end is None:
             return
         self.edges.append((start, end))
@@ -179,9 +179,6 @@ class RunningStep:
         self.leaves.append(PlainLeaf(self, local, spec.world, context.micro_batch))
         return self.leaves[-1]
 
-    def _stage_of(self, placement: Placement) -> int | None:
-        return self._stages.get(placement)
-
     def prepare_reading(self, tensor: GlobalTensor, has_to_move: bool) -> None:
         """Before the ranks of all stages wait for a value (``item()`` and its like), in the forward that they run.
 
@@ -195,7 +192,7 @@ class RunningStep:
             self.observer.can_skip = False  # the call may branch on the value
         if len(self.placements) == 1 or not has_to_move:
             return
-        stage = self._stage_of(tensor._spec.layout.placement)
+        stage = self._stages.get(tensor._spec.layout.placement)
         what = (
             f"reading a value (item, tolist, bool, nonzero, print) of a tensor of shape {tuple(tensor._spec.shape)}"
             f"{'' if stage is None else f' on stage {stage}'} inside a step of {len(self.placements)} stages and "

@@ -156,23 +156,20 @@ class StageRank:
                 yield
         finally:
             for position, (holder, name, own, view) in enumerate(self._views):
-                if holder[name] is not view and not own._is_param:  # the forward has replaced this buffer
-                    own, view = self._replaced(own, holder[name])
-                    self._views[position] = (holder, name, own, view)
+                found: Any = holder[name]
+                if found is not view and not own._is_param:  # the forward has replaced this buffer
+                    left: Any = own if found._spec.is_placeholder else self.to_rank_world(found)
+                    self._views[position] = (holder, name, left, found)
+                    own = left
                 holder[name] = own
-
-    def _replaced(self, own: GlobalTensor, found: Any) -> tuple[GlobalTensor, GlobalTensor]:
-        left: Any = own if found._spec.is_placeholder else self.to_rank_world(found)
-        return left, found
 
     def to_rank_world(self, result: torch.Tensor) -> torch.Tensor:
         """A result of the stage with its spec on this rank; a placeholder of another stage may stay one."""
         if not isinstance(result, GlobalTensor):
             return result
-        spec = result._spec
-        grid = tuple(self._numbering.rank_of[rank] for rank in spec.layout.placement)
+        spec, placement = result._spec, result._spec.layout.placement
+        grid = tuple(self._numbering.rank_of[rank] for rank in placement)
         is_everywhere = len(set(grid)) < len(grid)
-        placement = spec.layout.placement
         placement = (
             self._own_layouts.everywhere if is_everywhere else Placement(placement.device_type, grid, placement.shape)
         )
@@ -180,12 +177,9 @@ class StageRank:
         if spec.is_placeholder and not there.is_placeholder:
             return result
         with local_torch():
-            return wrap(
-                new_placeholder(there.shape, result.dtype, there.world.device)
-                if there.is_placeholder
-                else plain(result),
-                there,
-            )
+            if there.is_placeholder:
+                return wrap(new_placeholder(there.shape, result.dtype, there.world.device), there)
+            return wrap(plain(result), there)
 
     def write_gradients(self) -> None:
         """Give parameters the gradients of their views; under ZeRO 2, scatter them."""
@@ -196,11 +190,8 @@ class StageRank:
                 if not own._is_param:
                     continue
                 if view._spec.is_placeholder:
-                    if (
-                        own._spec.is_placeholder
-                        and view._gradient.placeholder is not False
-                        and own._gradient.placeholder is False
-                    ):
+                    has_grad = view._gradient.placeholder is not False
+                    if own._spec.is_placeholder and has_grad and own._gradient.placeholder is False:
                         mark_placeholder(own)
                     continue
                 known, found = read_grad(own), read_grad(view)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,10 @@ def recorded_calls(model: nn.Module) -> Iterator[Calls]:
             writes.latest = path, position
         position += 1
 
-    handles = [_hook(module, path, record) for path, module in model.named_modules()]
+    handles = [
+        module.register_forward_pre_hook(partial(record, path), prepend=True, with_kwargs=True)
+        for path, module in model.named_modules()
+    ]
     try:
         with torch.enable_grad(), writes:
             yield calls
@@ -103,10 +107,3 @@ class _Writes(TorchFunctionMode):
         if path and last > position:
             first, before = self._calls[path]
             self._calls[path] = first, max(before, last)
-
-
-def _hook(module: nn.Module, path: str, record: Any) -> Any:
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        record(path, module, args, kwargs)
-
-    return module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
