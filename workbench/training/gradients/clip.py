@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ def total_norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = 
 def _norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
     """The norm of each tensor, from the norms of the ranks' parts."""
     world = next(t._spec.world for t in tensors if isinstance(t, GlobalTensor))
-    dtype = torch.promote_types(_widest(tensors), torch.float32)
+    widest = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    dtype = torch.promote_types(widest, torch.float32)
     ranks = tuple(range(world.world_size))
     rows = torch.zeros(world.world_size, len(tensors), dtype=dtype, device=world.device)
     torch.stack([norm.to(dtype) for norm in _own_norms(_parts(tensors, world), world, order)], out=rows[world.rank])
@@ -56,7 +58,7 @@ def _norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
     parts = world.transport.all_reduce(rows, ranks, "sum", tag, header)  # the host would wait for an all-gather
     with local_torch():
         whole = torch.linalg.vector_norm(parts, order, dim=0) if order != 0 else parts.sum(0)
-    return whole.to(_widest(tensors))
+    return whole.to(widest)
 
 
 def _parts(tensors: Sequence[torch.Tensor], world: World) -> list[tuple[torch.Tensor | None, bool]]:
@@ -99,13 +101,6 @@ def _own_norms(parts: Sequence[tuple[torch.Tensor | None, bool]], world: World, 
         nothing = torch.full((), math.inf if order == -math.inf else 0.0, device=world.device)
         norms = dict.fromkeys(range(len(parts)), nothing) | norms
     return [norms[at] for at in range(len(parts))]
-
-
-def _widest(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    dtype = tensors[0].dtype
-    for tensor in tensors[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
 
 
 def clip_with_norm(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: Any = None) -> None:

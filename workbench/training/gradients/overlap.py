@@ -33,7 +33,7 @@ from workbench.errors import StrategyError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.leaf_gradients import keep_grad_shard
 from workbench.tensors.tensor_state import gradient_state
-from workbench.training.gradients.reduction import Finish, Term, cut_terms, keep, start_bucket, term_of
+from workbench.training.gradients.reduction import Finish, Term, cut_terms, keep, num_bytes, start_bucket, term_of
 from workbench.training.gradients.shard import state_spec
 
 _SMALLEST_BUCKET_BYTES = 2**19
@@ -131,7 +131,7 @@ class GradientReducer:
 
     def _cut(self) -> None:
         """Buckets of terms in the agreed order; what their members' gradients are is filled in when they start."""
-        total = sum(_nbytes(p) for p in self._order if _learns(p))
+        total = sum(num_bytes(p) for p in self._order if _learns(p))
         size = max(_SMALLEST_BUCKET_BYTES, total // _BUCKETS_PER_BACKWARD)
         buckets = list(cut_terms([term_of(p, plain(p)) for p in self._order], size))
         place = {id(p): number for number, p in enumerate(self._order)}
@@ -273,11 +273,6 @@ def _can_be_summed(parameter: GlobalTensor) -> bool:
 def _learns(parameter: GlobalTensor) -> bool:
     with local_torch():
         return parameter.requires_grad
-
-
-def _nbytes(parameter: GlobalTensor) -> int:
-    with local_torch():
-        return parameter.numel() * parameter.element_size()
 
 
 def _declare_shard(parameter: GlobalTensor, scatters: bool) -> None:

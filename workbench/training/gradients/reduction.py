@@ -235,7 +235,9 @@ def start_write_back(parameters: Iterable[GlobalTensor]) -> Callable[[], None]:
     The shards must lie in their places in the local parameters.
     """
     sharded = [(p, shard) for p in parameters if not p._spec.is_placeholder and (shard := shard_of(p)) is not None]
-    buckets = cut_into_buckets(sharded, lambda found: (found[0]._spec.term_ranks, found[0].dtype), _num_bytes)
+    buckets = cut_into_buckets(
+        sharded, lambda found: (found[0]._spec.term_ranks, found[0].dtype), lambda found: num_bytes(found[0])
+    )
     started = [_start_gather(bucket) for bucket in buckets]
 
     def finish() -> None:
@@ -245,8 +247,9 @@ def start_write_back(parameters: Iterable[GlobalTensor]) -> Callable[[], None]:
     return finish
 
 
-def _num_bytes(found: tuple[GlobalTensor, Shard]) -> int:
-    return math.prod(found[0]._spec.local_shape) * found[0].dtype.itemsize
+def num_bytes(parameter: GlobalTensor) -> int:
+    """Bytes of this rank's part of a parameter."""
+    return math.prod(parameter._spec.local_shape) * parameter.dtype.itemsize
 
 
 def _start_gather(bucket: list[tuple[GlobalTensor, Shard]]) -> BoxingWork:

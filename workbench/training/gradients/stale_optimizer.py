@@ -57,11 +57,6 @@ def _groups_of(optimizer: Optimizer) -> list[list[torch.Tensor]]:
     return [group["params"] for group in optimizer.param_groups] if held is None else held
 
 
-def mark_replaced(parameter: torch.Tensor) -> None:
-    """Mark a plain parameter whose module now has a global one in its place."""
-    REPLACED[parameter] = True
-
-
 def check_not_replaced(optimizer: Optimizer, plain: Sequence[torch.Tensor], num_others: int) -> None:
     """Raise for replaced parameters, which get no gradients any more.
 

@@ -56,13 +56,10 @@ def _outermost_of_repeated_classes(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _can_be_block(module: nn.Module) -> bool:
-    return any(True for _ in module.children()) and _has_parameters(module) and _can_be_called(module)
+    has_parts, has_parameters = any(True for _ in module.children()), any(True for _ in module.parameters())
+    return has_parts and has_parameters and _can_be_called(module)
 
 
 def _can_be_called(module: nn.Module) -> bool:
     """Whether a module has a forward, as lists and dicts of modules have not."""
     return getattr(type(module), "forward", None) is not nn.Module.forward  # traced modules have it on themselves only
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())

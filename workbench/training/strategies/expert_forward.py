@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -201,8 +202,8 @@ class _Call:
         if not has_data(counts):
             sent = [self.group.even_choices(num_choices, place) for place in range(len(sizes))]
             return sent, [self._even(rank, self.place) for rank in self.group.ranks]
-        numbers = torch.cat([counts, asking.sum(1)]).tolist()
-        return [sum(part) for part in _cut(numbers, sizes)], numbers[len(counts) :]
+        numbers = iter(torch.cat([counts, asking.sum(1)]).tolist())
+        return [sum(islice(numbers, size)) for size in sizes], list(numbers)
 
     def _even(self, rank: int, place: int) -> int:
         """Rows from ``rank`` to the rank at ``place`` of its group, without data."""
@@ -237,8 +238,3 @@ def _numbers(counts: torch.Tensor, total: int) -> torch.Tensor:
         return counts
     numbers = torch.arange(counts.shape[-1], device=counts.device).expand(counts.shape)
     return numbers.flatten().repeat_interleave(counts.flatten(), output_size=total)
-
-
-def _cut(values: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
-    ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
-    return [values[end - size : end] for end, size in zip(ends, sizes, strict=True)]

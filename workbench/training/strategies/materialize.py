@@ -17,6 +17,7 @@ from torch import nn
 
 from workbench.errors import CheckpointError, StrategyError
 from workbench.tensors.global_tensor import plain, wrap
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World
 from workbench.training.strategies.loading import find_weights, load_safetensors
 from workbench.training.strategies.safetensors_file import SafetensorsFiles
@@ -54,7 +55,8 @@ def materialize(module: nn.Module, names: list[str], init: Init, world: World) -
                 load_safetensors(module, init)  # type: ignore[arg-type]
             tensors = tensors if init != "empty" else {name: tensors[name] for name in rest}
     unset = [_is_unset(tensor, versions[name]) for name, tensor in tensors.items()]
-    missing = [name for name, flag in zip(tensors, _anywhere(unset, world), strict=True) if flag]
+    every = all_gather_object(unset, world, "values of tensors on meta")
+    missing = [name for name, *flags in zip(tensors, *every, strict=True) if any(flags)]
     if missing:
         raise StrategyError(
             f"parallelize: {len(missing)} of {len(names)} tensors on meta got no value: {', '.join(missing[:20])}. "
@@ -78,7 +80,7 @@ def _in_files(module: nn.Module, path: str | os.PathLike[str]) -> set[int]:
 def _initialize(root: nn.Module, chosen: list[tuple[str, nn.Module]], init: Callable[[nn.Module], Any] | None) -> None:
     """Run the initialisation of modules, children before parents, as ``nn.Module.apply`` does."""
     modules = dict(root.named_modules())
-    for name, module in sorted(chosen, key=lambda item: -_depth(item[0])):
+    for name, module in sorted(chosen, key=lambda item: -len(item[0].split(".") if item[0] else [])):
         if init is not None:
             init(module)
             continue
@@ -89,10 +91,6 @@ def _initialize(root: nn.Module, chosen: list[tuple[str, nn.Module]], init: Call
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if reset is not None:
             reset()
-
-
-def _depth(name: str) -> int:
-    return name.count(".") + 1 if name else 0
 
 
 def _nearest_with(modules: dict[str, nn.Module], name: str, method: str) -> Any:
@@ -125,11 +123,3 @@ def _is_unset(tensor: Any, version: int) -> bool:
     if local.is_floating_point() or local.is_complex():
         return bool(local.sum().isnan())
     return local._version == version
-
-
-def _anywhere(flags: list[bool], world: World) -> list[bool]:
-    """For every flag, whether some rank has it."""
-    if world.world_size == 1 or not flags:
-        return flags
-    all_flags = world.transport.all_gather(torch.tensor(flags, device=world.device), "values of tensors on meta")
-    return torch.stack(list(all_flags)).any(0).tolist()

@@ -133,6 +133,3 @@ class _Opaque(torch.autograd.Function):
         else:
             found, ctx.ends = iter(ctx.ends(grads[0])), None
         return None, *(next(found) if needs else None for needs in call.needs_grad)
-
-
-__all__ = ["opaque_call"]

@@ -13,12 +13,12 @@ from workbench.core.strategy import ResolvedLayer
 from workbench.errors import StrategyError
 from workbench.tensors.boxing.box import box
 from workbench.tensors.boxing.fused import box_many
+from workbench.tensors.conversion import REPLACED
 from workbench.tensors.dispatch.hooks import move_hooks
 from workbench.tensors.dispatch.sparse_operands import is_sparse
 from workbench.tensors.global_tensor import GlobalTensor, Spec, new_placeholder, spec_of, wrap
 from workbench.tensors.tensor_state import DECLARED, spread_zero
 from workbench.tensors.world import World
-from workbench.training.gradients.stale_optimizer import mark_replaced
 from workbench.training.strategies.layouts import StageLayouts
 from workbench.training.strategies.state import ROOT
 
@@ -67,7 +67,7 @@ def shard_parameters(
             if parameter.grad is not None:
                 new.grad = shard_tensor(parameter.grad, layout, layouts.world)
             converted[parameter] = converted[new] = new
-            mark_replaced(parameter)
+            REPLACED[parameter] = True
         layer._parameters[name] = converted[parameter]
 
 
