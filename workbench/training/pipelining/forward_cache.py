@@ -33,8 +33,6 @@ from workbench.tensors.tensor_state import version_of
 from workbench.tensors.world import World
 from workbench.training.pipelining.made_tensors import MadeTensors
 
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
-"""Modules of whose parts the program calls some by themselves."""
 VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum, np.number, np.bool_)
 """Arguments and attributes that can be compared and never change."""
 _SETTINGS = (*VALUES, FunctionType, BuiltinFunctionType)
@@ -349,19 +347,3 @@ def cached_forwards(modules: Sequence[ForwardCache]) -> Iterator[None]:
     finally:
         for module in modules:
             module.remove()
-
-
-def blocks(root: nn.Module, is_wanted: Callable[[nn.Module], bool | None]) -> Iterator[nn.Module]:
-    """The largest modules with parts of their own that ``is_wanted``, each once; it returns None to skip a module
-    and its parts.
-    """
-    yield from dict.fromkeys(_blocks(root, is_wanted))
-
-
-def _blocks(root: nn.Module, is_wanted: Callable[[nn.Module], bool | None]) -> Iterator[nn.Module]:
-    for child in root.children():
-        wanted = is_wanted(child)
-        if wanted and not isinstance(child, CONTAINERS) and any(child.children()):
-            yield child
-        elif wanted is not None:
-            yield from _blocks(child, is_wanted)

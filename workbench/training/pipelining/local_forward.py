@@ -30,12 +30,13 @@ from workbench.training.pipelining.forward_cache import (
     CallRecord,
     ForwardCache,
     InputBoxing,
-    blocks,
     distinct_tensors,
 )
-from workbench.training.pipelining.placeholder_forward import placeholder_forwards
+from workbench.training.pipelining.placeholder_forward import PlaceholderForward
 from workbench.training.strategies.state import ParallelState, parameter_stages
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
+"""Modules of whose parts the program calls some by themselves."""
 _NO_HOOKS: Mapping[int, Any] = MappingProxyType({})
 _FUSED_FOR_PLAIN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 """In evaluation they call fused functions if all their tensors are plain."""
@@ -182,24 +183,39 @@ class LocalForward(ForwardCache):
         return True
 
 
-def local_forwards(
-    root: nn.Module, stage_of: Mapping[int, int], stage: int, placement: Placement, world: World, hooks: Set[int]
-) -> list[LocalForward]:
-    """The largest modules that may run as plain torch: all their parameters lie on this stage, if it is one rank.
+def forward_caches(
+    root: nn.Module,
+    stage_of: Mapping[int, int],
+    stage: int,
+    placement: Placement | None,
+    world: World,
+    hooks: Set[int] = frozenset(),
+) -> list[ForwardCache]:
+    """Those of the largest modules with parts of their own whose parameters all lie on one stage: on another one, or on
+    this one, if it is one rank.
 
     Args:
         stage_of: the stage of a parameter by its id.
-        placement: the stage's ranks.
+        stage, placement: this rank's stage and its ranks; -1 and None if it has none.
         hooks: the ids of hooks that ``parallelize`` has put on layers. A block with other hooks inside runs unchanged.
     """
-    if placement.num_ranks > 1:
-        return []
+    found = list[ForwardCache]()
+    for block, of_block in dict(_blocks(root, stage_of)).items():
+        if of_block != stage:
+            found.append(PlaceholderForward(block, world, hooks))
+        elif placement is not None and placement.num_ranks == 1:
+            found.append(LocalForward(block, placement, world, hooks))
+    return found
 
-    def is_wanted(module: nn.Module) -> bool | None:
-        stages = {stage_of[id(parameter)] for parameter in module.parameters()}
-        return len(stages) == 1 if stage in stages else None
 
-    return [LocalForward(module, placement, world, hooks) for module in blocks(root, is_wanted)]
+def _blocks(root: nn.Module, stage_of: Mapping[int, int]) -> Iterator[tuple[nn.Module, int]]:
+    """The blocks with their stages."""
+    for child in root.children():
+        stages = {stage_of[id(parameter)] for parameter in child.parameters()}
+        if len(stages) == 1 and not isinstance(child, _CONTAINERS) and any(child.children()):
+            yield child, stages.pop()
+        elif stages:
+            yield from _blocks(child, stage_of)
 
 
 def forward_caches_of(
@@ -213,7 +229,4 @@ def forward_caches_of(
         return []
     stages = parameter_stages(module, resolved)
     hooks = {number for handle in state.handles if (number := getattr(handle, "id", None)) is not None}
-    return [
-        *placeholder_forwards(module, stages, stage, world, hooks),
-        *local_forwards(module, stages, stage, placement, world, hooks),
-    ]
+    return forward_caches(module, stages, stage, placement, world, hooks)

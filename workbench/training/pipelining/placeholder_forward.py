@@ -8,12 +8,10 @@ with the same layouts and values. A block with other effects runs unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from workbench.core.boxing import plan_boxing
@@ -21,13 +19,11 @@ from workbench.tensors.dispatch.placeholder_calls import OutputInfo, placeholder
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, wrap
 from workbench.tensors.random import draw_key
 from workbench.tensors.tensor_state import memory_owner
-from workbench.tensors.world import World
 from workbench.training.pipelining.forward_cache import (
     CallObserver,
     CallRecord,
     ForwardCache,
     InputBoxing,
-    blocks,
     distinct_tensors,
 )
 
@@ -161,20 +157,3 @@ class _HistoryLinks:
         self._leaves[id(leaf)] = self._first_parameter + len(self.parameters)
         self.parameters.append(leaf)
         return self._leaves[id(leaf)]
-
-
-def placeholder_forwards(
-    root: nn.Module, stage_of: Mapping[int, int], stage: int, world: World, hooks: Set[int] = frozenset()
-) -> list[PlaceholderForward]:
-    """The largest modules with parts of their own whose parameters all lie on one other stage.
-
-    ``stage_of`` gives the stage of a parameter by its id, ``hooks`` are the ids of those that ``parallelize`` has made.
-    """
-
-    def is_wanted(module: nn.Module) -> bool | None:
-        stages = {stage_of[id(parameter)] for parameter in module.parameters()}
-        if not stages - {stage}:
-            return None
-        return len(stages) == 1
-
-    return [PlaceholderForward(module, world, hooks) for module in blocks(root, is_wanted)]

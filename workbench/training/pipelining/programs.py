@@ -20,8 +20,7 @@ from workbench.tensors.random import draw_key
 from workbench.tensors.world import World, current
 from workbench.training.pipelining.executor import Executor, SingleStage, table_of
 from workbench.training.pipelining.forward_cache import ForwardCache
-from workbench.training.pipelining.local_forward import local_forwards
-from workbench.training.pipelining.placeholder_forward import placeholder_forwards
+from workbench.training.pipelining.local_forward import forward_caches
 from workbench.training.pipelining.running_step import RunningStep
 from workbench.training.recorded_actions import RecordedAction
 
@@ -95,12 +94,9 @@ def forward_caches_for(
         placements: as for ``train_program``.
     """
     world = current()
-    stage, found = _stage_of(world, placements), list[ForwardCache]()
-    for module in modules:
-        found += placeholder_forwards(module, stage_of, stage, world)
-        if stage >= 0:
-            found += local_forwards(module, stage_of, stage, placements[stage], world, frozenset())
-    return found
+    stage = _stage_of(world, placements)
+    own = placements[stage] if stage >= 0 else None
+    return [cache for module in modules for cache in forward_caches(module, stage_of, stage, own, world)]
 
 
 def _stage_of(world: World, placements: Sequence[Placement]) -> int:
