@@ -349,6 +349,15 @@ def test_what_was_under_way_when_the_world_broke_is_forgotten():
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("options", ["", " | zero=1", " | zero=2"])
+def test_a_program_may_end_with_a_backward_without_a_step(options):
+    def body(model, optimizer, batch, events):
+        plain_steps(model, optimizer, batch, events, steps=1)
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+
+    train(f"*: data{options}", 2, body)
+
+
 def test_a_wrong_sum_would_be_seen(monkeypatch):
     """The comparison above can fail: stamps that never tell a change give other weights."""
     monkeypatch.setattr(reduction, "_is_current", lambda *args: True)

@@ -29,16 +29,19 @@ from torch import nn
 
 from workbench.core.layout import Layout
 from workbench.core.sbp import Broadcast
-from workbench.errors import StrategyError
+from workbench.errors import CollectiveAborted, StrategyError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.leaf_gradients import keep_grad_shard
 from workbench.tensors.tensor_state import gradient_state
+from workbench.tensors.world import World, at_shutdown
 from workbench.training.gradients.reduction import Finish, Term, cut_terms, keep, num_bytes, start_bucket, term_of
 from workbench.training.gradients.shard import state_spec
 
 _SMALLEST_BUCKET_BYTES = 2**19
 _BUCKETS_PER_BACKWARD = 8
 _BUCKETS_UNDER_WAY = 4
+_reducers: weakref.WeakValueDictionary[int, GradientReducer] = weakref.WeakValueDictionary()
+"""All that are alive, by their ids: simulated ranks are threads."""
 
 
 class GradientReducer:
@@ -57,6 +60,7 @@ class GradientReducer:
         self._parameters = [p for p in reversed(parameters) if _can_be_summed(p)]
         self._start_over()
         self._handles = [self._hook(parameter) for parameter in self._order]
+        _reducers[id(self)] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
         """A copied module has copies of the parameters, and hooks on them."""
@@ -285,6 +289,18 @@ def _declare_shard(parameter: GlobalTensor, scatters: bool) -> None:
 def _has_copies(layout: Layout) -> bool:
     sizes = zip(layout.placement.shape, layout.sbp, strict=True)
     return any(size > 1 and isinstance(entry, Broadcast) for size, entry in sizes)
+
+
+def _end_unused_sums(world: World) -> None:
+    """Receive those of a last backward, behind which no step has come: simulated ranks may end with no message left."""
+    if world.transport.scope == "process":
+        for reducer in filter(None, [reference() for reference in _reducers.valuerefs()]):
+            if reducer._under_way and reducer._parameters[0]._spec.world is world:
+                with contextlib.suppress(CollectiveAborted):
+                    reducer.drain()
+
+
+at_shutdown(_end_unused_sums)
 
 
 @contextlib.contextmanager
