@@ -155,10 +155,8 @@ def _end(tensor: torch.Tensor) -> int:
 def _shared_bytes(one: torch.Tensor, other: torch.Tensor) -> int:
     """The bytes that belong to both; columns of one table lie between each other and share none."""
     start = min(one.data_ptr(), other.data_ptr())
-    places = torch.arange(max(_end(one), _end(other)) - start, device="cpu")
-    is_shared = torch.zeros(2, len(places), dtype=torch.bool, device="cpu")
-    for tensor, belongs in zip((one, other), is_shared, strict=True):
-        unit = tensor.element_size()
-        strides = (*(stride * unit for stride in tensor.stride()), 1)
-        belongs[places.as_strided((*tensor.shape, unit), strides, tensor.data_ptr() - start).flatten()] = True
-    return int(is_shared.all(0).sum())
+    belongs = torch.zeros(2, max(_end(one), _end(other)) - start, dtype=torch.bool, device="cpu")
+    for row, tensor in zip(belongs, (one, other), strict=True):
+        unit, first = tensor.element_size(), row.storage_offset() + tensor.data_ptr() - start
+        row.as_strided((*tensor.shape, unit), (*(stride * unit for stride in tensor.stride()), 1), first).fill_(True)
+    return int(belongs.all(0).sum())
