@@ -35,7 +35,8 @@ def replace_parts(trace: Trace, calls: Sequence[Call], can_be: Callable[[Call], 
     for part in _parts(calls, memory, can_be):
         end += len(part.calls)
         read_later = {slot for slot, at in last_read.items() if at >= end}
-        made += part.as_calls(make, name, read_later, memory) if part.is_worth_it() else part.calls
+        is_worth_it = sum(not call.makes_view for call in part.calls) >= _FEWEST_CALLS
+        made += part.as_calls(make, name, read_later, memory) if is_worth_it else part.calls
     return Trace(trace.inputs, made, trace.outputs, trace.constants)
 
 
@@ -81,10 +82,6 @@ class _Part:
         self._given |= known
         self._written |= written
         return True
-
-    def is_worth_it(self) -> bool:
-        """Whether a program of it is faster than its operators one by one."""
-        return sum(not call.makes_view for call in self.calls) >= _FEWEST_CALLS
 
     def as_calls(self, make: Make, name: str, read_later: set[Slot], memory: dict[Slot, Any]) -> Iterator[Call]:
         """One call of a program, and the views of its results and operands that later calls read.

@@ -152,13 +152,16 @@ class Recorder(TorchDispatchMode):
 
     def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function, and record the call."""
-        if self._is_paused:
-            return function(*args, **kwargs)
+        return function(*args, **kwargs) if self._is_paused else self._call(name, function, (), args, kwargs)
+
+    def _call(self, name: str, function: Callable[..., Any], made_by: tuple[Slot, ...], args: Any, kwargs: Any) -> Any:
+        """``made_by``: the slot of the function, if a recorded call has made it."""
         given, options = self._known(args), {k: self._known(v) for k, v in kwargs.items()}
         with self.paused():
             made = function(*args, **kwargs)
         result, handed_out = self._taken(name, made)
-        self.trace.calls.append(Call(function, given, options, result, has_side_effect=True, name=name))
+        called = operator.call if made_by else function
+        self.trace.calls.append(Call(called, (*made_by, *given), options, result, has_side_effect=True, name=name))
         return handed_out
 
     def _taken(self, name: str, made: Any) -> tuple[Any, Any]:
@@ -169,15 +172,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(made, torch.Tensor) or not callable(made):
             return self._made(made), made
         slot = self._next()
-        return slot, lambda *args, **kwargs: self._call_made(f"{name} ends", slot, made, args, kwargs)
-
-    def _call_made(self, name: str, slot: Slot, function: Any, args: Any, kwargs: Any) -> Any:
-        given, options = self._known(args), {k: self._known(v) for k, v in kwargs.items()}
-        with self.paused():
-            made = function(*args, **kwargs)
-        result, handed_out = self._taken(name, made)
-        self.trace.calls.append(Call(operator.call, (slot, *given), options, result, has_side_effect=True, name=name))
-        return handed_out
+        return slot, lambda *args, **kwargs: self._call(f"{name} ends", made, (slot,), args, kwargs)
 
     def draw(self, function: Callable[..., int], *args: Any, is_used: bool = True) -> int:
         """Record the draw of a random key; every replay draws its own. A key that was drawn before is that of a

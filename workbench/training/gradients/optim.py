@@ -125,7 +125,6 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         _adopt_state(optimizer, swap)
     with local_torch():  # meanwhile the sums are in flight
         pairs = [(p, _part(p)) for p in swap.stepping]
-    swap.pairs = pairs
     with torch.no_grad():
         sums = finish()
         for reducer in swap.reducers:
@@ -137,7 +136,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
                     # torch's fused step assumes contiguous memory.
                     local.grad = None if grad is None else grad.contiguous()
         else:
-            swap.pairs = pairs = [(p, _wrapped(p, local, sums.get(p))) for p, local in pairs]
+            pairs = [(p, _wrapped(p, local, sums.get(p))) for p, local in pairs]
     _exchange_places(optimizer, swap, pairs)
     if swap.on_host is not None:
         args, kwargs = swap.on_host.in_closure(optimizer, swap.step, args, kwargs)

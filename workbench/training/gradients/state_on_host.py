@@ -22,7 +22,7 @@ from workbench.errors import StrategyError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.training.gradients.nested_steps import step_without_hooks
 from workbench.training.gradients.optimizer_kinds import closure_of
-from workbench.training.offload.host_memory import host_memory, is_offloaded
+from workbench.training.offload.host_memory import host_memory, is_offloaded, rounded
 from workbench.training.offload.staging import Staging
 
 _ALIGNMENT = 256
@@ -163,7 +163,7 @@ class StateOnHost:
         """Give new tensors of the state places; returns the number of blocks of memory for them, 0 or 1."""
         if not new:
             return 0
-        starts = list(accumulate((_rounded(value.nbytes) for *_, value in new), initial=0))
+        starts = list(accumulate((rounded(value.nbytes, _ALIGNMENT) for *_, value in new), initial=0))
         memory = self._memory.allocate(starts[-1])
         for (number, values, key, value), start in zip(new, starts, strict=False):
             host = _view(memory, start, value)
@@ -279,7 +279,3 @@ def _of_elements(
 def _view(memory: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
     """The bytes from ``start`` on as a contiguous tensor of the shape and dtype of ``like``."""
     return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
-
-
-def _rounded(number: int) -> int:
-    return -(-number // _ALIGNMENT) * _ALIGNMENT

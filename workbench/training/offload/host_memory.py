@@ -48,7 +48,7 @@ class PinnedMemory:
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """New bytes, as a tensor of the CPU."""
-        size = _rounded(num_bytes, _PINNED_UNIT)
+        size = rounded(num_bytes, _PINNED_UNIT)
         if self._free[size]:
             return self._free[size].pop()[:num_bytes]
         if self._used + size > self._block.numel():
@@ -61,7 +61,7 @@ class PinnedMemory:
 
     def free(self, memory: torch.Tensor) -> None:
         """Use these bytes again: nobody will ask for them any more. Tensors that show them may still live."""
-        size = _rounded(memory.numel(), _PINNED_UNIT)
+        size = rounded(memory.numel(), _PINNED_UNIT)
         self._free[size].append(memory.as_strided((size,), (1,)))
 
     def will_read(self, memory: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ class MappedFile:
         Raises:
             StrategyError: the disk is full.
         """
-        size = _rounded(num_bytes, mmap.ALLOCATIONGRANULARITY)
+        size = rounded(num_bytes, mmap.ALLOCATIONGRANULARITY)
         place = self._free[size].pop() if self._free[size] else self._new_place(size)
         memory = torch.frombuffer(place.mapping, dtype=torch.uint8, count=num_bytes, offset=place.start)
         storage = memory.untyped_storage()
@@ -222,5 +222,6 @@ def _register(memory: torch.Tensor) -> None:
     weakref.finalize(storage, _addresses.discard, storage.data_ptr()).atexit = False
 
 
-def _rounded(number: int, unit: int) -> int:
+def rounded(number: int, unit: int) -> int:
+    """The number, up to the next multiple of ``unit``."""
     return -(-number // unit) * unit

@@ -107,7 +107,7 @@ class Executor:
                     if action.kind == "F":
                         loss = self._forward(action, program)
                         known = losses.get(action.micro_batch)
-                        losses[action.micro_batch] = _without_placeholder(known, stage.to_rank_world(loss))
+                        losses[action.micro_batch] = without_placeholder(known, stage.to_rank_world(loss))
                         continue
                     self._backward(action)
                     if action.kind != "I":
@@ -134,7 +134,7 @@ class Executor:
             grad: Any = None
             for stage, kept in found:
                 if kept.grad is not None:
-                    grad = _without_placeholder(grad, stage.to_rank_world(kept.grad))
+                    grad = without_placeholder(grad, stage.to_rank_world(kept.grad))
             if grad is not None:
                 leaf, value = found[0][1].leaf, value_on_all_ranks(grad)
                 leaf.grad = value if leaf.grad is None else leaf.grad + value
@@ -231,8 +231,8 @@ def _key(action: Action) -> tuple[int, int]:
     return action.stage, action.micro_batch
 
 
-def _without_placeholder(known: torch.Tensor | None, found: torch.Tensor) -> torch.Tensor:
-    """The loss of one micro-batch, of those that a rank's stages have; not a placeholder if one of them has data."""
+def without_placeholder(known: torch.Tensor | None, found: torch.Tensor) -> torch.Tensor:
+    """What a rank's stages have of one result of a micro-batch; not a placeholder if one of them has data."""
     return found if known is None or getattr(known, "is_placeholder", False) else known
 
 

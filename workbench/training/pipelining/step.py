@@ -26,7 +26,7 @@ from workbench.training.batches import Batch, Count, LossFunction, call, check_l
 from workbench.training.gradients.stale_optimizer import optimizers_of
 from workbench.training.joined_outputs import join
 from workbench.training.parallel import place
-from workbench.training.pipelining.executor import Executor, SingleStage, Stage, table_of
+from workbench.training.pipelining.executor import Executor, SingleStage, Stage, table_of, without_placeholder
 from workbench.training.pipelining.local_forward import forward_caches_of
 from workbench.training.pipelining.running_step import RunningStep
 from workbench.training.pipelining.stage_ranks import stage_ranks
@@ -169,7 +169,7 @@ def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any
 
     def take(stage: Stage, index: int, output: Any) -> None:
         found = tree_map(lambda leaf: stage.to_rank_world(leaf) if isinstance(leaf, GlobalTensor) else leaf, output)
-        outputs[index] = _present(outputs[index], found) if index in outputs else found
+        outputs[index] = tree_map(without_placeholder, outputs[index], found) if index in outputs else found
 
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
@@ -195,7 +195,7 @@ def _prepare(
     resolved = state.resolved
     state.layouts.plan.settle()
     table = table_of(resolved.schedule, resolved.num_stages, num_micro_batches, resolved.degrees[0])
-    own = _stages_of(world.rank, resolved)
+    own = resolved.stages_by_slice()[_slice_of(world.rank, resolved)]
     if state.forward_caches is None:
         placement = state.placements[own[0]]
         state.forward_caches = forward_caches_of(module, state, own[0], placement, world) if len(own) == 1 else []
@@ -222,17 +222,8 @@ def _slice_of(rank: int, resolved: ResolvedStrategy) -> int:
     return next(s for s in range(resolved.degrees[0]) if rank in resolved.stage_ranks(s))
 
 
-def _stages_of(rank: int, resolved: ResolvedStrategy) -> list[int]:
-    return resolved.stages_by_slice()[_slice_of(rank, resolved)]
-
-
 def _actions_of(rank: int, table: Table, resolved: ResolvedStrategy) -> list[Action]:
     return table[_slice_of(rank, resolved)]
-
-
-def _present(known: Any, found: Any) -> Any:
-    """Of what two stages of a rank know of an output, the tensors that are no placeholders."""
-    return tree_map(lambda a, b: b if getattr(a, "is_placeholder", False) else a, known, found)
 
 
 def reorder_stages(module: nn.Module, state: ParallelState, inputs: Any, world: World) -> ParallelState:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from workbench.core.layout import Region
 from workbench.errors import CheckpointError
 from workbench.tensors.global_tensor import GlobalTensor, plain
 from workbench.tensors.object_collectives import run_on_all_ranks
@@ -42,8 +40,8 @@ def load_safetensors(module: nn.Module, path: str | os.PathLike[str], *, strict:
     def fill() -> None:
         try:
             with SafetensorsFiles(path) as files, torch.no_grad():
-                for wanted in find_weights(module, files, strict):
-                    wanted.fill(files)
+                for name, tensor in find_weights(module, files, strict):
+                    _fill(files, name, tensor)
         except OSError as error:
             raise CheckpointError(f"load_safetensors: {error}.") from error
 
@@ -51,26 +49,15 @@ def load_safetensors(module: nn.Module, path: str | os.PathLike[str], *, strict:
     return module
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A tensor of the module, and its name in a file."""
-
-    name: str
-    tensor: torch.Tensor
-
-    def fill(self, files: SafetensorsFiles) -> None:
-        """Read this rank's slice."""
-        if not isinstance(self.tensor, GlobalTensor):
-            region: Region = tuple((0, size) for size in self.tensor.shape)
-            _fill(files, self.name, region, self.tensor.detach())
+def _fill(files: SafetensorsFiles, name: str, tensor: torch.Tensor) -> None:
+    """Read this rank's slice of a tensor."""
+    if isinstance(tensor, GlobalTensor):
+        forget_derived(tensor)  # boxings of what it held before, on all ranks
+        if tensor.is_placeholder:
             return
-        forget_derived(self.tensor)  # boxings of what it held before, on all ranks
-        if not self.tensor.is_placeholder:
-            spec = self.tensor._spec
-            _fill(files, self.name, spec.layout.region(spec.shape, spec.world.rank), plain(self.tensor))
-
-
-def _fill(files: SafetensorsFiles, name: str, region: Region, local: torch.Tensor) -> None:
+        local, region = plain(tensor), tensor._spec.layout.region(tensor._spec.shape, tensor._spec.world.rank)
+    else:
+        local, region = tensor.detach(), tuple((0, size) for size in tensor.shape)
     if local.is_contiguous():
         files.read(name, region, local)
     else:
@@ -79,8 +66,10 @@ def _fill(files: SafetensorsFiles, name: str, region: Region, local: torch.Tenso
         local.copy_(part)
 
 
-def find_weights(module: nn.Module, files: SafetensorsFiles, strict: bool = True) -> list[Weight]:
-    """The module's tensors that the files have. Raises ``CheckpointError`` with a list of all mismatches."""
+def find_weights(module: nn.Module, files: SafetensorsFiles, strict: bool = True) -> list[tuple[str, torch.Tensor]]:
+    """The module's tensors that the files have, each behind its name there. Raises ``CheckpointError`` with a list of
+    all mismatches.
+    """
     aliases: dict[int, list[str]] = {}
     tensors: Mapping[str, torch.Tensor] = {
         name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)
@@ -98,7 +87,7 @@ def find_weights(module: nn.Module, files: SafetensorsFiles, strict: bool = True
             shapes.append(f"{names[0]} {tuple(tensor.shape)}, in the file {files.entries[known[0]].shape}")
         if tensor.is_meta:
             on_meta.append(names[0])
-        weights.append(Weight(known[0], tensor))
+        weights.append((known[0], tensor))
     ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
     unexpected = [
         name

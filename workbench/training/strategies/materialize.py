@@ -72,7 +72,7 @@ def _in_state(module: nn.Module) -> set[int]:
 def _in_files(module: nn.Module, path: str | os.PathLike[str]) -> set[int]:
     try:
         with SafetensorsFiles(path) as files:
-            return {id(weight.tensor) for weight in find_weights(module, files)}
+            return {id(tensor) for _, tensor in find_weights(module, files)}
     except (CheckpointError, OSError):
         return _in_state(module)  # load_safetensors will say it, on all ranks
 
