@@ -76,23 +76,15 @@ class ExpertForward:
         groups = expert_groups(plan.placements[choice.stage], data, model, choice.over_data, self._experts)
         with local_torch():
             given = [plain_alias(tensor) for tensor in (tokens, numbers, weights, *parameters.values())]
-            is_whole = choice.over_data * model == 1
+            names, is_whole = tuple(parameters), choice.over_data * model == 1
             call = None if is_whole else _Call(choice.name, groups, numbers._spec, tag)
-            run = partial(self._run, call, tuple(parameters))
+
+            def run(rows: torch.Tensor, own: torch.Tensor, factors: torch.Tensor, *held: torch.Tensor) -> torch.Tensor:
+                results = partial(self._terms, dict(zip(names, held, strict=True)))
+                return results(rows, own, factors) if call is None else call.run(rows, own, factors, results)
+
             local = opaque_call(world, f"experts {choice.name}", run, given)
         return wrap(local, spec)
-
-    def _run(
-        self,
-        call: _Call | None,
-        names: Sequence[str],
-        tokens: torch.Tensor,
-        numbers: torch.Tensor,
-        weights: torch.Tensor,
-        *parameters: torch.Tensor,
-    ) -> torch.Tensor:
-        terms = partial(self._terms, dict(zip(names, parameters, strict=True)))
-        return terms(tokens, numbers, weights) if call is None else call.run(tokens, numbers, weights, terms)
 
     def _terms(
         self, tensors: Mapping[str, torch.Tensor], rows: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
