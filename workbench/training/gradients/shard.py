@@ -7,10 +7,11 @@ of shards they become two axes, B over the groups and S inside a group.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from workbench.core.layout import Layout, Region, Shape, balanced_bounds
 from workbench.core.placement import Placement
@@ -86,16 +87,8 @@ def sharded(layout: Layout, shape: Shape, turn: int = 0, groups: int = 1) -> Lay
     count = copies_of_each // groups
     if count == 1 or not shape or any(isinstance(entry, Partial) for entry in layout.sbp):
         return None
-    grid: list[int] = []
-    for part in itertools.product(*(range(sizes[axis]) for axis in parts)):
-        ranks = [
-            layout.placement.rank_at(
-                [dict(zip(parts + copies, part + copy, strict=True))[a] for a in range(len(sizes))]
-            )
-            for copy in itertools.product(*(range(sizes[axis]) for axis in copies))
-        ]
-        for group in (ranks[first : first + count] for first in range(0, copies_of_each, count)):
-            grid += group[-turn % count :] + group[: -turn % count]
+    ranks = np.array(layout.placement.grid).reshape(sizes).transpose(parts + copies).reshape(-1, count)
+    grid = np.roll(ranks, turn, axis=1).flatten().tolist()
     shape_of_grid = (*(sizes[axis] for axis in parts), *([groups] if groups > 1 else []), count)
     placement = Placement(layout.placement.device_type, tuple(grid), shape_of_grid)
     kept = (*(layout.sbp[axis] for axis in parts), *([broadcast] if groups > 1 else []))
