@@ -25,14 +25,10 @@ class LeafCollector(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with local_torch():
             for value in tree_leaves((args, kwargs)):
-                if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf and not _is_fake(value):
+                is_leaf = isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+                if is_leaf and not hasattr(value, "fake_mode"):  # torch makes fake ones to find shapes under autocast
                     self.found[id(value)] = value
             return func(*args, **(kwargs or {}))
-
-
-def _is_fake(value: torch.Tensor) -> bool:
-    """Whether a tensor is fake: torch makes it to find shapes under autocast."""
-    return hasattr(value, "fake_mode")
 
 
 def held_grad(leaf: torch.Tensor) -> torch.Tensor | None:

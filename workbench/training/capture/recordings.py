@@ -12,7 +12,6 @@ from torch.utils._pytree import TreeSpec
 
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
 from workbench.tensors.tensor_state import memory_of
-from workbench.training.capture.gradients import has_grad
 from workbench.training.capture.optimizer_steps import OptimizerStep
 from workbench.training.capture.read_numbers import Numbers
 from workbench.training.capture.trace import Trace
@@ -60,10 +59,6 @@ class Recording:
             is_same = all(memory_of(tensor) is memory for tensor, memory in self.memory)
             return is_same and all(tensor.data_ptr() == address for tensor, address in self.addresses)
 
-    def has_its_optimizers(self) -> bool:
-        """Whether optimizers have the parameters that they had, in the layouts that they had."""
-        return all(step.fits() for step in self.steps)
-
 
 @dataclass(slots=True, eq=False)
 class InputKind:
@@ -83,7 +78,3 @@ class InputKind:
     held: list[torch.Tensor]
     optimizers: list[Optimizer]
     recordings: dict[tuple[bool, ...], Recording]
-
-    def graded(self) -> tuple[bool, ...]:
-        """The leaves that have a gradient now."""
-        return tuple(map(has_grad, self.leaves))

@@ -180,7 +180,7 @@ class CapturedStep(Generic[_Arguments, _Result]):
             kind = InputKind(Numbers(), worked_on, self._guards.tensors(), optimizers, {})
             self._kinds.setdefault((key, self._guards.now()), []).append(kind)
             return result
-        graded = kind.graded()
+        graded = tuple(map(has_grad, kind.leaves))
         recording = kind.recordings.get(graded)
         if recording is not None and recording.fits():
             self.num_replays += 1
@@ -241,7 +241,7 @@ class CapturedStep(Generic[_Arguments, _Result]):
 def _fitting(kinds: list[InputKind]) -> InputKind | None:
     """The one whose numbers are those of now; one of optimizers that are others now is removed."""
     kind = next((kind for kind in kinds if kind.numbers.hold()), None)
-    if kind is not None and not all(recording.has_its_optimizers() for recording in kind.recordings.values()):
+    if kind is not None and not all(step.fits() for each in kind.recordings.values() for step in each.steps):
         kinds.remove(kind)
         return None
     return kind

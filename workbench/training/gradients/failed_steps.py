@@ -12,7 +12,6 @@ from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World
 from workbench.training.gradients.optim import put_back
 from workbench.training.gradients.reduction import start_write_back
-from workbench.training.gradients.swap import Swap
 
 
 def end_failed_steps(optimizers: Sequence[Optimizer], world: World) -> None:
@@ -22,7 +21,8 @@ def end_failed_steps(optimizers: Sequence[Optimizer], world: World) -> None:
     """
     if not optimizers:
         return
-    mine = [_is_in_a_step(optimizer) for optimizer in optimizers]
+    swaps = [vars(optimizer).get("_workbench_swap") for optimizer in optimizers]
+    mine = [swap is not None and swap.held is not None for swap in swaps]
     failed = all_gather_object(mine, world, "steps that raised")
     for optimizer, of_ranks in zip(optimizers, zip(*failed, strict=True), strict=True):
         if any(of_ranks):
@@ -30,8 +30,3 @@ def end_failed_steps(optimizers: Sequence[Optimizer], world: World) -> None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             with torch.no_grad(), local_torch():
                 start_write_back(p for p in parameters if isinstance(p, GlobalTensor))()
-
-
-def _is_in_a_step(optimizer: Optimizer) -> bool:
-    swap: Swap | None = optimizer.__dict__.get("_workbench_swap")
-    return swap is not None and swap.held is not None

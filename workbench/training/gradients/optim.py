@@ -110,7 +110,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if swap.plain:
         check_not_replaced(optimizer, swap.plain, len(swap.parameters))
     context = _context()
-    if not swap.parameters or _works_on_parameters(optimizer, swap, closure_of(args, kwargs) is not None):
+    has_closure = closure_of(args, kwargs) is not None
+    calls_later = calls_closure_later(optimizer, has_closure, swap.parameters, swap.is_sharded)
+    if not swap.parameters or calls_later or swap.steps_others:  # it works on the parameters themselves
         for reducer in swap.reducers:
             reducer.drain()  # the step may change gradients, which are in flight
         context.begin_action("O")
@@ -202,14 +204,6 @@ def stepping_gradients(optimizer: Optimizer) -> list[torch.Tensor] | None:
             grad = part.grad
             found.append(plain(grad) if isinstance(grad, GlobalTensor) else grad)
     return [grad for grad in found if grad is not None]
-
-
-def _works_on_parameters(optimizer: Optimizer, swap: Swap, has_closure: bool) -> bool:
-    """Whether a step works on the global parameters and their gradients themselves.
-
-    It may call its closure at any time, or the step of another optimizer for the same parameters.
-    """
-    return calls_closure_later(optimizer, has_closure, swap.parameters, swap.is_sharded) or swap.steps_others
 
 
 def _part(parameter: GlobalTensor) -> torch.Tensor:

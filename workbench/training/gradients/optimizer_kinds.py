@@ -37,28 +37,22 @@ def is_of_torch(optimizer: Optimizer) -> bool:
     return inspect.unwrap(type(optimizer).step) in _ELEMENTWISE
 
 
-def calls_closure_first(optimizer: Optimizer) -> bool:
-    """Whether a step is known to call its closure once, before all else.
-
-    So do torch's own steps (but for LBFGS), and elementwise ones, which take one gradient. Others may change weights
-    before they call it, or call it again and again.
-    """
-    step = inspect.unwrap(type(optimizer).step)
-    if getattr(step, "__module__", "").startswith("torch.optim."):
-        return not isinstance(optimizer, torch.optim.LBFGS)
-    return is_elementwise(optimizer)
-
-
 def calls_closure_later(
     optimizer: Optimizer, has_closure: bool, parameters: Sequence[GlobalTensor], is_sharded: bool
 ) -> bool:
     """Whether a step may call its closure at any time, so that it works on the global ``parameters`` themselves.
 
+    torch's own steps (but for LBFGS), and elementwise ones, which take one gradient, call it once, before all else.
+    Others may change weights before they call it, or call it again and again.
+
     Raises:
         LayoutError: it may, and ZeRO keeps shards; or it is LBFGS, and the parameters lie on several placements.
     """
     is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
-    if not is_lbfgs and (not has_closure or calls_closure_first(optimizer)):
+    if not parameters or not (has_closure or is_lbfgs):
+        return False
+    is_torchs = getattr(inspect.unwrap(type(optimizer).step), "__module__", "").startswith("torch.optim.")
+    if not is_lbfgs and (is_torchs or is_elementwise(optimizer)):
         return False
     if is_sharded:
         step, does, fix = f"{type(optimizer).__name__}.step()", "evaluates the model several times in one step", ""

@@ -82,17 +82,14 @@ def check_state_layouts(optimizer: Optimizer, parameters: Sequence[GlobalTensor]
     moved = [p for p, spec in zip(parameters, specs, strict=True) if state_spec(p).layout != spec.layout]
     if not moved:
         return
-    number = sum(any(map(_is_per_element, optimizer.state.get(p, {}).values())) for p in moved)
+    values = [optimizer.state.get(p, {}).values() for p in moved]
+    number = sum(any(isinstance(value, torch.Tensor) and value.dim() for value in of_one) for of_one in values)
     most = max(all_gather_object(number, moved[0]._spec.world, "state of an optimizer"))
     if most:
         raise LayoutError(
             f"{type(optimizer).__name__}: {len(moved)} of {len(parameters)} parameters have other layouts than in the "
             f"step before, and state that lies as they lay, up to {most} of them on a rank. {MOVE_STATE}"
         )
-
-
-def _is_per_element(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def part_of(parameter: GlobalTensor, value: Any) -> Any:

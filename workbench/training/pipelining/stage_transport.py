@@ -113,17 +113,12 @@ class StageTransport(Transport):
         return self._stage_of[other] == self._stage_of[self.own]
 
     def _is_here(self, other: int) -> bool:
-        return self._are_together(other, self.own)
-
-    def _are_together(self, one: int, other: int) -> bool:
-        return self.rank_of[one] == self.rank_of[other]
+        return self.rank_of[other] == self.rank_of[self.own]
 
     def _take(self, source: int, tag: int, header: str) -> torch.Tensor:
         waiting = self.queues.get((source, self.own, tag))
         if not waiting:
-            if (
-                torch._C._current_graph_task_id() >= 0
-            ):  # in backward only a block that runs again takes what is not sent
+            if torch._C._current_graph_task_id() >= 0:  # only a block that runs again takes what is not sent
                 raise StrategyError(
                     f"recompute: a block on rank {self.rank_of[self.own]} takes a tensor of another of its stages and "
                     f"would ask for it again in its second run ({header}), when that stage does not run. Leave "
@@ -147,7 +142,8 @@ class StageTransport(Transport):
         """Context of one exchange. NCCL matches messages by their order, in which stages that are no neighbours, and
         those on the two sides of a V, call in unlike ways: they have channels (``open_channels``) or are refused.
         """
-        stages = sorted({(self._stage_of[a], self._stage_of[b]) for a, b in pairs if not self._are_together(a, b)})
+        apart = [(a, b) for a, b in pairs if self.rank_of[a] != self.rank_of[b]]
+        stages = sorted({(self._stage_of[a], self._stage_of[b]) for a, b in apart})
         if not self.base.matches_by_order or not stages:
             return nullcontext()
         if len(stages) == 1 and stages[0] in self.channels:
@@ -165,11 +161,8 @@ class StageTransport(Transport):
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
     ) -> Callable[[], torch.Tensor]:
-        return self.base.start_all_reduce(tensors, self._group(group, header), reduction, tag, header)
-
-    def _group(self, group: Sequence[int], header: str) -> list[int]:
         self._check_peers(group, header)
-        return [self.rank_of[other] for other in group]
+        return self.base.start_all_reduce(tensors, [self.rank_of[other] for other in group], reduction, tag, header)
 
     def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
         raise StrategyError(

@@ -208,10 +208,6 @@ def _hook_tied(
     return [layer.register_forward_pre_hook(bring), layer.register_forward_hook(put_back, always_call=True)]
 
 
-def _named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**{f"argument {number}": value for number, value in enumerate(args, 1)}, **kwargs}
-
-
 def _is_first_forward() -> bool:
     """Whether a backward will follow: no evaluation, and no recomputation inside a backward."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
@@ -247,7 +243,7 @@ class RootHooks:
         calls = layouts.plan.calls
         if context.running is None:  # a scheduled step does both before its ranks go their own ways
             trains = module.training and torch.is_grad_enabled()
-            named = _named_arguments(args, kwargs)
+            named = {**{f"argument {number}": value for number, value in enumerate(args, 1)}, **kwargs}
             state_of(module).compare_first_batch(named, type(module).__name__, None if trains else leaves)
             layouts.plan.settle()
         calls.begin()

@@ -8,6 +8,7 @@ layer behind it exchanges nothing by itself, except under ``sequence``, where it
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,21 +62,19 @@ class OverlappedForward:
             del self._module.__dict__["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = partial(type(self._module).forward, self._module)
         cut = self._cut(args[0]) if len(args) == 1 and not kwargs else None
-        if cut is None:
-            return type(self._module).forward(self._module, *args, **kwargs)
-        return product_of_pieces(self._product, args[0], *cut, self._hook.name)
-
-    def _product(self, rows: GlobalTensor) -> GlobalTensor:
-        result: GlobalTensor = type(self._module).forward(self._module, rows)
-        return result
+        return forward(*args, **kwargs) if cut is None else product_of_pieces(forward, args[0], *cut, self._hook.name)
 
     def _cut(self, rows: Any) -> tuple[RowPieces, Spec] | None:
         """The pieces, and where the whole result goes; None where the output hook boxes it as ever."""
         weight: Any = self._module.weight
-        if not isinstance(rows, GlobalTensor) or not rows.is_floating_point() or self._is_observed(rows):
+        if not isinstance(rows, GlobalTensor) or not rows.is_floating_point():
             return None
         world, shape = rows._spec.world, rows._spec.shape
+        # Explicit mode refuses the boxing, a transform differentiates it
+        if not world.context.implicit_boxing_allowed or torch._C._are_functorch_transforms_active():
+            return None
         source = _layout_of_terms(rows._spec, weight._spec, self._dim)
         if source is None:
             return None
@@ -85,11 +84,6 @@ class OverlappedForward:
             return None
         pieces = row_pieces(source, target.layout, terms.shape, self._pieces)
         return None if pieces is None else (pieces, target)
-
-    @staticmethod
-    def _is_observed(rows: GlobalTensor) -> bool:
-        """Whether someone wants to see the boxing: explicit mode refuses it, a transform differentiates it."""
-        return not rows._spec.world.context.implicit_boxing_allowed or torch._C._are_functorch_transforms_active()
 
 
 def _layout_of_terms(rows: Spec, weight: Spec, dim: int | None) -> Layout | None:

@@ -85,7 +85,7 @@ class OptimizerState:
         if swap is not None and optimizer.state is swap.state:  # forgotten, with what it knows of other modules
             others = {p: spec for p, spec in zip(swap.parameters, swap.specs, strict=True) if id(p) not in own}
             check_state_layouts(optimizer, list(others), list(others.values()))
-        self.specs = [_state_spec(p) for p in self.parameters]
+        self.specs = [state_spec(p) if isinstance(p, GlobalTensor) else None for p in self.parameters]
         self._moves: list[tuple[dict[str, Any], str, Spec, bool]] = []
         mine = [self._described(p, spec) for p, spec in zip(self.parameters, self.specs, strict=True)]
         every = all_gather_object(mine, world, "state of an optimizer")
@@ -151,10 +151,6 @@ class OptimizerState:
         ).wait()
         for (state, key, _, is_global), value in zip(self._moves, boxed, strict=True):
             state[key] = value if is_global else plain(value)
-
-
-def _state_spec(parameter: torch.Tensor) -> Spec | None:
-    return state_spec(parameter) if isinstance(parameter, GlobalTensor) else None
 
 
 def _describe(key: str, value: Any, parameter: torch.Tensor, spec: Spec | None) -> Any:
