@@ -66,7 +66,8 @@ def graph_parts(trace: Trace, num_results: int, memories: GraphMemories, compile
 
     graphed = replace_parts(trace, calls, can_be, make, "graph")
     if not any(isinstance(call.function, GraphProgram) for call in graphed.calls):
-        shared.failed(f"it has no part that runs on a GPU alone; its tensors are on: {_devices(calls)}")
+        devices = ", ".join(sorted({device for call in calls for device in call.devices})) or "no device"
+        shared.failed(f"it has no part that runs on a GPU alone; its tensors are on: {devices}")
     own = constants | set(trace.inputs)
     results = {slot for slot in trace.outputs[:num_results] if memory[slot] not in own}
     _copy_outputs(graphed, results | {slot for slot in trace.outputs if memory[slot] in makers}, memory)
@@ -81,10 +82,6 @@ def _copy_outputs(trace: Trace, copied: set[Slot], memory: Iterable[Slot]) -> No
         made = tuple(copies.values())
         trace.calls.append(Call(_copies, (list(copies),), {}, made, has_side_effect=False, name="copies"))
     trace.outputs = [copies.get(slot, slot) for slot in trace.outputs]
-
-
-def _devices(calls: Sequence[Call]) -> str:
-    return ", ".join(sorted({device for call in calls for device in call.devices})) or "no device"
 
 
 class _Operand(NamedTuple):

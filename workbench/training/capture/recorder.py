@@ -256,7 +256,8 @@ class Recorder(TorchDispatchMode):
             if isinstance(tensor, GlobalTensor):
                 forget_derived(tensor)  # what the step has boxed it to
         gc.collect()  # graphs and their functions may form cycles
-        made = [tensor for tensor, slot in self._slots.items() if slot not in known and not _is_placeholder(tensor)]
+        # A replay need not make placeholders again
+        made = [t for t, slot in self._slots.items() if slot not in known and not getattr(t, "is_placeholder", False)]
         kept = _referred_to(made)
         if kept:
             with local_torch():
@@ -365,8 +366,3 @@ def _place_of(tensor: torch.Tensor) -> Any:
     """Offset, shape, strides and dtype of a tensor in its memory; of a global one, those of this rank's shard."""
     with local_torch():
         return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _is_placeholder(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a placeholder, which a replay need not make again."""
-    return isinstance(tensor, GlobalTensor) and tensor._spec.is_placeholder

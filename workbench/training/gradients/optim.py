@@ -243,9 +243,8 @@ def _exchange_places(optimizer: Optimizer, swap: Swap, pairs: list[tuple[Any, to
     swap.take_places(pairs)
     owned: Any = optimizer.state
     state: Any = defaultdict(dict, state_beside(owned))
-    swap.states = [dict.get(owned, owner) for owner, _ in pairs]
-    for (_, part), values in zip(pairs, swap.states, strict=True):
-        if values is not None:
+    for owner, part in pairs:
+        if (values := dict.get(owned, owner)) is not None:
             state[part] = values
     for parameter in swap.plain:
         if parameter in owned:
@@ -295,9 +294,8 @@ def put_back(optimizer: Optimizer, sends: bool = True, has_stepped: bool = False
     if swap is None or swap.held is None:
         return
     state, owned = optimizer.state, swap.state
-    for (owner, part), values in zip(swap.pairs, swap.states, strict=True):
-        found = state.pop(part, None)
-        if found is not None and found is not values:
+    for owner, part in swap.pairs:
+        if (found := state.pop(part, None)) is not None:
             owned[owner] = found
     owned.update(state)  # states of plain parameters remain
     optimizer.state = owned
@@ -308,7 +306,7 @@ def put_back(optimizer: Optimizer, sends: bool = True, has_stepped: bool = False
     _write_back(swap, sends, has_stepped)
     for _, part in swap.pairs:
         part.grad = None
-    swap.pairs, swap.states = [], []
+    swap.pairs = []
 
 
 def _write_back(swap: Swap, sends: bool, has_stepped: bool) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -177,7 +178,7 @@ class GradientReducer:
         for terms in cut_terms(bucket):  # one, unless the dtypes differ
             if len(self._under_way) == _BUCKETS_UNDER_WAY:
                 self._finish_one()
-            finish = _once(start_bucket(terms))
+            finish = functools.cache(start_bucket(terms))  # the step and the end of the backward ask for it
             keep(terms, finish)
             self._under_way.append((terms, finish))
 
@@ -255,17 +256,6 @@ def _accumulate_shard(owner: GlobalTensor, total: torch.Tensor) -> None:
         before = owner._gradient.shard
         total = total if before is None else before.add_(total)
     keep_grad_shard(owner, total, state_spec(owner))
-
-
-def _once(finish: Finish) -> Finish:
-    found: list[Any] = []
-
-    def finish_once() -> Any:
-        if not found:
-            found.append(finish())
-        return found[0]
-
-    return finish_once
 
 
 def _can_be_summed(parameter: GlobalTensor) -> bool:

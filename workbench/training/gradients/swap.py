@@ -49,7 +49,6 @@ class Swap:
         self.fused: list[dict[str, Any]] = []
         self.state: Any = None
         self.pairs: list[tuple[GlobalTensor, torch.Tensor]] = []
-        self.states: list[Any] = []
         self._versions: list[tuple[Any, Any]] = []
 
     def take_places(self, pairs: list[tuple[GlobalTensor, torch.Tensor]]) -> None:

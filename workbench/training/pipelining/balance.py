@@ -22,8 +22,9 @@ from workbench.pipeline.schedules import make_table
 from workbench.pipeline.simulate import simulate
 from workbench.tensors import default_generator
 from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.program_state import ProgramState, tables_of
-from workbench.tensors.world import World, current
+from workbench.tensors.world import current
 from workbench.training.batches import Batch, LossFunction
 from workbench.training.strategies.state import STATE, describe, layers_of
 from workbench.training.traced_calls import describe_with_calls
@@ -109,7 +110,7 @@ def partition_stages(
         )
     samples = _restoring_state(module, lambda: _samples(module, loss_fn, batch, num_repeats + 1))
     own = [sum(min(sample[name] for sample in samples[1:]) for name in part) for part in parts]
-    costs = _least_over_ranks(own, current())
+    costs = list(map(min, *all_gather_object(own, current(), "partition_stages()"), own))
     cuts = fastest_partition(costs, num_stages, num_micro_batches or num_stages, schedule or "1f1b")
     units = [
         (unit, stage) for part, stage in zip(parts, cuts, strict=True) for unit in dict.fromkeys(map(block_of, part))
@@ -202,12 +203,6 @@ def _restoring_state(module: nn.Module, run: Callable[[], Any]) -> Any:
                 for tensor, value in values:
                     if not torch.equal(tensor, value):  # a write would stop the backward of what has saved this tensor
                         tensor.copy_(value)
-
-
-def _least_over_ranks(values: Sequence[float], world: World) -> list[float]:
-    """The least times over all ranks, the same on each."""
-    measured = torch.tensor(values, dtype=torch.float64, device=world.device)
-    return torch.stack(world.transport.all_gather(measured, "partition_stages()")).amin(0).tolist()
 
 
 _MAX_CUTS = 300

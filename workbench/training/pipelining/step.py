@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from workbench.core.presets import strategy_of
 from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.errors import RunError
-from workbench.pipeline.schedules import Action, Table
+from workbench.pipeline.schedules import Table
 from workbench.tensors.agreement import fingerprint
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.object_collectives import all_gather_object
@@ -126,8 +126,7 @@ def train_micro_batches(
                 loss = loss_of(output, part.targets, loss_fn)
         return part.term_of(loss)
 
-    actions = _actions_of(world.rank, table, state.resolved)
-    losses = executor.train(actions, program)
+    losses = executor.train(table[_slice_of(world.rank, state.resolved)], program)
     state.spans = executor.spans
     if world.context.action_timer is not None:
         world.context.action_timer.add(executor.spans)
@@ -175,7 +174,7 @@ def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any
     module.eval()
     try:
         with torch.no_grad():
-            forwards = [action for action in _actions_of(world.rank, table, state.resolved) if action.kind == "F"]
+            forwards = [action for action in table[_slice_of(world.rank, state.resolved)] if action.kind == "F"]
             executor.evaluate(forwards, lambda index: call(module, parts[index].inputs), take)
             state.spans = executor.spans
             return join([outputs[index] for index in range(len(parts))], [part.share for part in parts], sizes)
@@ -220,10 +219,6 @@ def _buffers_everywhere(module: nn.Module, state: ParallelState) -> list[torch.T
 def _slice_of(rank: int, resolved: ResolvedStrategy) -> int:
     """The slice of the pipeline axis on which a rank is."""
     return next(s for s in range(resolved.degrees[0]) if rank in resolved.stage_ranks(s))
-
-
-def _actions_of(rank: int, table: Table, resolved: ResolvedStrategy) -> list[Action]:
-    return table[_slice_of(rank, resolved)]
 
 
 def reorder_stages(module: nn.Module, state: ParallelState, inputs: Any, world: World) -> ParallelState:

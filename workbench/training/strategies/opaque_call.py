@@ -94,16 +94,12 @@ class _Function:
         kind, dtype, is_enabled = self._autocast
         with (
             hidden_from_modes(),
-            saved_tensors_hooks(_unchanged, _unchanged),
+            saved_tensors_hooks(lambda value: value, lambda value: value),
             torch.autocast(kind, dtype, is_enabled, cache_enabled=False),
         ):
             yield
         if recorder is not None:
             recorder.counted_by_calls.append(before.until(self.world.traffic))
-
-
-def _unchanged(value: Any) -> Any:
-    return value
 
 
 class _Opaque(torch.autograd.Function):
