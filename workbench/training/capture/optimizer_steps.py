@@ -21,7 +21,7 @@ from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.training.gradients.fused_steps import fuse, unfuse
 from workbench.training.gradients.nested_steps import optimizers_within, step_without_hooks
-from workbench.training.gradients.optim import after_steps, before_steps, state_beside
+from workbench.training.gradients.optim import before_steps, state_beside
 from workbench.training.gradients.optimizer_kinds import is_elementwise, is_of_torch
 from workbench.training.gradients.state_on_host import closure_of_user
 from workbench.training.gradients.step_hooks import count_hooks
@@ -166,44 +166,24 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-class _Listeners(threading.local):
-    """Those of each thread: simulated ranks are threads, torch's hooks are global."""
-
-    begins: Callable[[Optimizer, Any, Any], object] | None = None
-    ends: Callable[[], object] | None = None
-
-
-_listeners = _Listeners()
+_stepped = threading.local()
+"""``optimizers``: a list of each thread, if it is asked for. Simulated ranks are threads, torch's hooks are global."""
 
 
 @contextmanager
-def listening(
-    begins: Callable[[Optimizer, Any, Any], object], ends: Callable[[], object] | None = None
-) -> Iterator[None]:
-    """Context in which functions get the calls of optimizers that step in this thread.
-
-    Args:
-        begins: (optimizer, args, kwargs); it is about to step. The parts, with their gradients, are in the places of
-            the parameters.
-        ends: it has changed the parts, and nothing else has run since.
-    """
-    before = _listeners.begins, _listeners.ends
-    _listeners.begins, _listeners.ends = begins, ends
+def stepped_optimizers() -> Iterator[list[Optimizer]]:
+    """Context that gives a list of the optimizers that step in this thread."""
+    found, before = list[Optimizer](), getattr(_stepped, "optimizers", None)
+    _stepped.optimizers = found
     try:
-        yield
+        yield found
     finally:
-        _listeners.begins, _listeners.ends = before
+        _stepped.optimizers = before
 
 
-def _begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if _listeners.begins is not None:
-        _listeners.begins(optimizer, args[1:], kwargs)
+def _add_stepped(optimizer: Optimizer) -> None:
+    if (found := getattr(_stepped, "optimizers", None)) is not None:
+        found.append(optimizer)
 
 
-def _ends(optimizer: Optimizer) -> None:
-    if _listeners.ends is not None:
-        _listeners.ends()
-
-
-before_steps.append(_begins)
-after_steps.append(_ends)
+before_steps.append(_add_stepped)

@@ -195,7 +195,9 @@ class Recorder(TorchDispatchMode):
             self.trace.calls[-1].draws = True
 
     def optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Pause the recording until ``optimizer_ends``; a replay calls the optimizer."""
+        """An optimizer is about to step: the parts, with their gradients, are in the places of the parameters. Pause
+        the recording until ``optimizer_ends``; a replay calls the optimizer.
+        """
         step = OptimizerStep(optimizer, args, kwargs, self._settings.get(optimizer))
         parts = parts_of(optimizer)
         self._stepping = step
@@ -209,7 +211,7 @@ class Recorder(TorchDispatchMode):
         self._is_paused += 1
 
     def optimizer_ends(self) -> None:
-        """Resume the recording."""
+        """It has changed the parts, and nothing else has run since: resume the recording."""
         if self._stepping is not None:
             self._stepping = None
             self._is_paused -= 1

@@ -10,7 +10,6 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain, wrap
@@ -21,7 +20,7 @@ from workbench.training.capture.gradients import LeafCollector, has_grad, held_g
 from workbench.training.capture.graphs import GraphProgram
 from workbench.training.capture.guards import Guards, called_modules, kind_of, laid_out, own_input
 from workbench.training.capture.operators import RejectValueReads
-from workbench.training.capture.optimizer_steps import listening
+from workbench.training.capture.optimizer_steps import stepped_optimizers
 from workbench.training.capture.parts import written_memory
 from workbench.training.capture.read_numbers import Numbers, read_numbers
 from workbench.training.capture.recorded_transport import RecordedTransport
@@ -167,9 +166,7 @@ class CapturedStep(Generic[_Arguments, _Result]):
         kinds = self._kinds.get((key, self._guards.now()), [])
         kind = _fitting(kinds)
         if kind is None:
-            optimizers: list[Optimizer] = []
-            note = listening(lambda optimizer, *_: optimizers.append(optimizer))
-            with LeafCollector() as seen, called_modules() as modules, note:
+            with LeafCollector() as seen, called_modules() as modules, stepped_optimizers() as optimizers:
                 result = self._step(*args, **kwargs)
             self._guards.add(modules)
             if self._forget_one():
@@ -266,13 +263,7 @@ def _record(
     world.transport = RecordedTransport(recorder, transport)
     is_recording = world.context.temporarily(recorder=recorder)
     try:
-        with (
-            is_recording,
-            listening(recorder.optimizer_begins, recorder.optimizer_ends),
-            RejectValueReads(),
-            recorder,
-            called_modules() as modules,
-        ):
+        with is_recording, RejectValueReads(), recorder, called_modules() as modules:
             result = tree_map(_without_history, step(*args, **kwargs))
             end_sums(module for module in modules if STATE in module.__dict__)
     finally:

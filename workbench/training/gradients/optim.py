@@ -38,10 +38,8 @@ from workbench.training.gradients.stale_optimizer import check_not_replaced, che
 from workbench.training.gradients.step_hooks import put_behind_hooks, readers_of, remove_from_hooks
 from workbench.training.gradients.swap import Swap
 
-before_steps: list[Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]] = []
-"""Called when an optimizer is about to step, with the arguments of the step."""
-after_steps: list[Callable[[Optimizer], None]] = []
-"""Called when an optimizer has stepped, while its local parts are still in the place of its parameters."""
+before_steps: list[Callable[[Optimizer], None]] = []
+"""Called when an optimizer is about to step."""
 _stepping: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
 """Optimizers with local parts in place of their parameters, by their ids."""
 
@@ -116,7 +114,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         for reducer in swap.reducers:
             reducer.drain()  # the step may change gradients, which are in flight
         context.begin_action("O")
-        _call_listeners(optimizer, args, kwargs)
+        _call_listeners(context, optimizer, args, kwargs)
         return None
     args, kwargs = run_closure_first(args, kwargs)
     context.begin_action("O")
@@ -142,7 +140,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     _exchange_places(optimizer, swap, pairs)
     if swap.on_host is not None:
         args, kwargs = swap.on_host.in_closure(optimizer, swap.step, args, kwargs)
-    _call_listeners(optimizer, args, kwargs)
+    _call_listeners(context, optimizer, args, kwargs)
     return args, kwargs
 
 
@@ -159,10 +157,12 @@ def _swap_of(optimizer: Optimizer) -> Swap:
     return swap
 
 
-def _call_listeners(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for listener in before_steps:
-        listener(optimizer, args, kwargs)
-    for reader in readers_of(optimizer):
+def _call_listeners(
+    context: ExecutionContext, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if context.recorder is not None:
+        context.recorder.optimizer_begins(optimizer, args[1:], kwargs)
+    for reader in (*before_steps, *readers_of(optimizer)):
         reader(optimizer)
 
 
@@ -276,10 +276,11 @@ def _after_step(self: Optimizer) -> None:
     swap: Swap | None = self.__dict__.get("_workbench_swap")
     if swap is not None and swap.on_host is not None and swap.held is not None:
         _put_parts_in_groups(self, swap)  # its update leaves none
-    for listener in after_steps:
-        listener(self)
+    context = _context()
+    if context.recorder is not None:
+        context.recorder.optimizer_ends()
     put_back(self, has_stepped=True)
-    _context().end_step(self)
+    context.end_step(self)
 
 
 def _context() -> ExecutionContext:

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.core.layout import Layout
 from workbench.core.sbp import Broadcast
 from workbench.errors import CollectiveAborted, StrategyError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
@@ -271,14 +270,11 @@ def _learns(parameter: GlobalTensor) -> bool:
 
 def _declare_shard(parameter: GlobalTensor, scatters: bool) -> None:
     """Let a placeholder know whether its owner will keep a shard of its gradient."""
-    gradient_state(parameter).shard_spec = None
-    if scatters and parameter._spec.is_placeholder and _has_copies(parameter._spec.layout):
-        gradient_state(parameter).shard_spec = parameter._spec, state_spec(parameter)
-
-
-def _has_copies(layout: Layout) -> bool:
-    sizes = zip(layout.placement.shape, layout.sbp, strict=True)
-    return any(size > 1 and isinstance(entry, Broadcast) for size, entry in sizes)
+    spec = parameter._spec
+    sizes = zip(spec.layout.placement.shape, spec.layout.sbp, strict=True)
+    has_copies = any(size > 1 and isinstance(entry, Broadcast) for size, entry in sizes)
+    keeps_shard = scatters and spec.is_placeholder and has_copies
+    gradient_state(parameter).shard_spec = (spec, state_spec(parameter)) if keeps_shard else None
 
 
 def _end_unused_sums(world: World) -> None:
