@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):
         with self.paused():
             made = function(*args, **kwargs)
         result, handed_out = self._taken(name, made)
-        called = operator.call if made_by else function
+        called: Callable[..., Any] = operator.call if made_by else function
         self.trace.calls.append(Call(called, (*made_by, *given), options, result, has_side_effect=True, name=name))
         return handed_out
 

@@ -110,7 +110,7 @@ def partition_stages(
         )
     samples = _restoring_state(module, lambda: _samples(module, loss_fn, batch, num_repeats + 1))
     own = [sum(min(sample[name] for sample in samples[1:]) for name in part) for part in parts]
-    costs = list(map(min, *all_gather_object(own, current(), "partition_stages()"), own))
+    costs = [min(times) for times in zip(*all_gather_object(own, current(), "partition_stages()"), strict=True)]
     cuts = fastest_partition(costs, num_stages, num_micro_batches or num_stages, schedule or "1f1b")
     units = [
         (unit, stage) for part, stage in zip(parts, cuts, strict=True) for unit in dict.fromkeys(map(block_of, part))
