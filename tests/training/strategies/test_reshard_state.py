@@ -231,6 +231,25 @@ def test_an_optimizer_of_another_model_is_an_error():
     run_ranks(program, 2)
 
 
+def test_state_of_parameters_outside_of_the_module_stays():
+    setup = Setup("mlp", rate=0.0)
+    models, others = ([setup.model() for _ in range(2)] for _ in range(2))
+
+    def program(rank):
+        model, other = (wb.parallelize(each[rank], "*: model") for each in (models, others))
+        optimizer = OPTIMIZERS["adamw"]([*model.parameters(), *other.parameters()])
+        for each in (model, other):
+            one_step(each, optimizer, setup, 0)
+        wb.parallelize(other, "*: data")
+        with pytest.raises(LayoutError, match="parameters have other layouts"):
+            wb.parallelize(model, "*: data", optimizer=optimizer)
+        wb.parallelize(other, "*: model")
+        wb.parallelize(model, "*: data", optimizer=optimizer)
+        assert [optimizer.state[each[0].weight]["exp_avg"].shape for each in (model, other)] == [(24, 12), (12, 12)]
+
+    run_ranks(program, 2)
+
+
 def test_state_that_cannot_be_cut_anew_is_an_error():
     setup = Setup("mlp")
     models = [setup.model() for _ in range(2)]
