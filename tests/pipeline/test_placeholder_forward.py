@@ -114,7 +114,7 @@ def program_of(models, strategy, steps=3):
         recorded = [
             record is not None
             for placeholder in placeholders
-            for record in placeholder.records
+            for record in placeholder.records.values()
             if type(placeholder) is PlaceholderForward
         ]
         assert not any("forward" in part.__dict__ for part in model.modules())

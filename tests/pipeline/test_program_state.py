@@ -190,7 +190,7 @@ def trained(one, strategy, num_ranks):
             optimizer.step()
         counted = model.calls, len(model.seen), [getattr(block, "calls", 0) for block in model.bl]
         caches = state_of(model).forward_caches or []
-        is_replayed = any(record is not None for cache in caches for record in cache.records)
+        is_replayed = any(record is not None for cache in caches for record in cache.records.values())
         return losses, [p.full_tensor() for p in model.parameters()], counted, is_replayed
 
     return run_ranks(program, num_ranks)

@@ -38,7 +38,7 @@ VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 _SETTINGS = (*VALUES, FunctionType, BuiltinFunctionType)
 _MAX_RECORDS = 64
 _MAX_KEYS = 256
-_NOT_CACHED = object()
+_UNKNOWN = object()
 _NO_SETTINGS = OF_TORCH - {"training"}
 _KINDS_OF_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -123,7 +123,8 @@ class CallRecord:
 
 
 class ForwardCache(ABC):
-    """A block's forward within scheduled steps.
+    """A block's forward within scheduled steps. ``records`` has the record of every key; None for keys whose calls run
+    unchanged.
 
     ``hooks`` are the ids of hooks that ``parallelize`` has put on layers; a block with others inside runs unchanged.
     A subclass says which boxings a replay may skip (``may_skip``), makes a record of a call (``record``; None where a
@@ -136,7 +137,7 @@ class ForwardCache(ABC):
     def __init__(self, module: nn.Module, world: World, hooks: Set[int] = frozenset()) -> None:
         self.module, self.world, self._hooks = module, world, hooks
         self._parts, self._known_parts = list(module.modules()), list[nn.Module | None]()
-        self._records: dict[Any, Any] = {}
+        self.records: dict[Any, Any] = {}
         self._names: list[tuple[Any, tuple[str, ...]]] = [((), ()) for _ in self._parts]
         self._settings: int | None = None
         self._known_settings: dict[Any, int] = {}
@@ -180,26 +181,21 @@ class ForwardCache(ABC):
             return self.forward(*args, **kwargs)
         leaves, structure = _flattened(args, kwargs)
         key = self._key(leaves, structure)
-        record = _NOT_CACHED if key is None else self._records.get(key)
-        if record is _NOT_CACHED:
+        record = None if key is None else self.records.get(key, _UNKNOWN)
+        if record is None:
             return self.forward(*args, **kwargs)
         inputs = [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
-        if record is not None:
+        if record is not _UNKNOWN:
             return self.replay(record, inputs, args, kwargs)
         result, record = self._record_call(inputs, args, kwargs)
-        if len(self._records) >= _MAX_RECORDS:
-            self._records.clear()
-        self._records[key] = _NOT_CACHED if record is None else record
+        if len(self.records) >= _MAX_RECORDS:
+            self.records.clear()
+        self.records[key] = record
         return result
 
     def stop_replaying(self, record: Any) -> None:
         """From now on, calls with this record's key run unchanged."""
-        self._records = {key: _NOT_CACHED if known is record else known for key, known in self._records.items()}
-
-    @property
-    def records(self) -> list[Any]:
-        """The record of every key so far; None for keys whose calls run unchanged."""
-        return [None if record is _NOT_CACHED else record for record in self._records.values()]
+        self.records = {key: None if known is record else known for key, known in self.records.items()}
 
     def box_inputs(self, boxings: Sequence[InputBoxing], num_tags: int, inputs: list[GlobalTensor]) -> list[Any]:
         """Box inputs as the block does, and count its exchanges; the results, in the order of ``boxings``."""
@@ -218,7 +214,7 @@ class ForwardCache(ABC):
             if self._settings is None:
                 if len(self._known_settings) >= _MAX_RECORDS:
                     self._known_settings.clear()
-                    self._records.clear()
+                    self.records.clear()
                 known = self._known_settings
                 self._settings = known.setdefault(self._settings_now(), len(known))
             parts.append(self._settings)
