@@ -154,9 +154,9 @@ def test_a_cut_is_proposed_for_a_schedule_and_its_micro_batches():
     assert str(turned.strategy.options) == "2x1x1 zero_bubble_v" and set(turned.stages.values()) == {0, 1, 2, 3}
     with pytest.raises(StrategyError, match="schedule 'fast' is not available"):
         wb.planner.partition_stages(model, F.mse_loss, *batch, 3, schedule="fast", num_repeats=1)
-    for number in (0, 2.5):
-        with pytest.raises(StrategyError, match=f"num_micro_batches={number}, but a step has a whole number of them"):
-            wb.planner.partition_stages(model, F.mse_loss, *batch, 3, num_micro_batches=number)
+    for name, number in (("num_micro_batches", 0), ("num_micro_batches", 2.5), ("num_stages", 0), ("num_repeats", 0)):
+        with pytest.raises(StrategyError, match=f"{name}={number}, but a .* has a whole number of them, from 1 on"):
+            wb.planner.partition_stages(model, F.mse_loss, *batch, **{"num_stages": 3, name: number})
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])

@@ -88,13 +88,22 @@ def partition_stages(
         num_repeats: repetitions, after one that does not count.
 
     Raises:
-        StrategyError: fewer parts than stages, no number of micro-batches, or a module that is already parallelized.
+        StrategyError: fewer parts than stages, a number below 1, or a module that is already parallelized.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 512), nn.Linear(512, 512))
     >>> str(wb.planner.partition_stages(model, F.mse_loss, torch.ones(64, 8), torch.ones(64, 512), 2).strategy)
     '0: data@0; 1: data@0; 2: data@1 | 2x1x1'
     """
     _check(module)
+    for name, number, what in (
+        ("num_stages", num_stages, "pipeline"),
+        ("num_micro_batches", 1 if num_micro_batches is None else num_micro_batches, "step"),
+        ("num_repeats", num_repeats, "measurement"),
+    ):
+        if not (isinstance(number, int) and number >= 1):
+            raise StrategyError(
+                f"partition_stages: {name}={number!r}, but a {what} has a whole number of them, from 1 on."
+            )
     batch = Batch.of_arguments(inputs, targets, loss_fn)
     layers = _restoring_state(module, lambda: describe_with_calls(module, batch))
     parts = [[layer.name for layer in part] for part in stage_parts(layers)]
@@ -102,11 +111,6 @@ def partition_stages(
         raise StrategyError(
             f"partition_stages: {num_stages} stages, but the model has {len(parts)} parts between which it can be cut "
             f"(blocks and single layers). Each stage needs one: use at most {len(parts)} stages."
-        )
-    if num_micro_batches is not None and not (isinstance(num_micro_batches, int) and num_micro_batches >= 1):
-        raise StrategyError(
-            f"partition_stages: num_micro_batches={num_micro_batches!r}, but a step has a whole number of them, at "
-            "least 1. Leave it out for as many as stages."
         )
     samples = _restoring_state(module, lambda: _samples(module, loss_fn, batch, num_repeats + 1))
     own = [sum(min(sample[name] for sample in samples[1:]) for name in part) for part in parts]
