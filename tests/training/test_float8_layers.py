@@ -96,6 +96,14 @@ def test_a_weight_of_inputs_and_outputs_has_the_8_bits_of_its_transpose():
     assert torch.equal(conv.weight.grad, linear.weight.grad.t())
 
 
+def test_the_projection_of_torchs_attention_which_nobody_calls_stays_in_16_bits():
+    """Under ZeRO 3 its weight then comes back for backward in 16 bits, too."""
+    block = nn.TransformerEncoderLayer(32, 2, 64)
+    compute_in(block, "fp8", torch.device("cpu"), "cpu")
+    assert isinstance(block.linear1.forward, LinearIn8Bits)
+    assert not isinstance(block.self_attn.out_proj.forward, LinearIn8Bits)
+
+
 def test_what_is_counted_and_named():
     """A kept input has 8 bits, whichever dim of the weight is its own."""
     product = OpCost("linear", flops=4 * 2 * 32 * 48, moved_bytes=0, inner=32, saved_bytes=4 * 32 * 2)

@@ -82,7 +82,9 @@ def compute_in(
 
 
 def _multiplies_in_8_bits(layer: Any) -> bool:
+    """Whether it is a linear layer that is called: torch's attention calls none, and takes its projection's weight."""
     is_linear = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+    is_linear = is_linear and not isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)
     if not is_linear and not is_conv1d(type(layer)):
         return False
     return "forward" not in layer.__dict__ and fits_float8(tuple(layer.weight.shape))
