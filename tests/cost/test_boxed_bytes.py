@@ -14,6 +14,8 @@ import workbench as wb
 from benchmarks.gpt import GPT, next_word_loss
 from tests.training.costs.test_dry_run import perceptron, random_strategy
 from tests.training.models import CNN
+from workbench.core.model_costs import Extent, LayerCost, ModelCosts, OpCost
+from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import estimate
 from workbench.cost.hardware import Link
@@ -243,6 +245,16 @@ def test_scales_of_8_bits_add_a_few_bytes(name, num_ranks, text):
     )
     assert eight[0] == pytest.approx(eight[1], abs=96 * num_ranks if "recompute" in text else 1e-6)
     assert eight[1] > sixteen[1] or name == "cnn"
+
+
+def test_the_linear_layers_of_gpt_2_have_scales_too():
+    sent = []
+    for kind, weight in (("Linear", (48, 32)), ("Conv1D", (32, 48))):
+        product = OpCost("linear", 2.0 * 32 * 48, 4.0 * (32 + 48), 32, 4.0 * 32)
+        row = LayerCost(Layer("fc", kind, {"weight": weight}, 32 * 48), (product,), (), Extent((48,)))
+        resolved = Strategy("*: data | fp8").resolve([row.layer], 2)
+        sent.append(estimate(ModelCosts((row,), (32,)), resolved, FLOAT8, 16).sent.activations)
+    assert sent[0] == sent[1] > 0
 
 
 BORDERS = ["ab|cd|head", "a|bcd|head", "a|b|cdhead", "ab|cdhead", "abc|dhead"]

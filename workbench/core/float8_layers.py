@@ -22,10 +22,15 @@ def fits_float8(weight: Shape) -> bool:
     return len(weight) == 2 and not any(size % MULTIPLE for size in weight)
 
 
+def multiplies_in_8_bits(layer: Layer) -> bool:
+    """Whether it is a linear layer whose sizes fit."""
+    return layer.kind in KINDS and fits_float8(layer.shapes.get("weight", ()))
+
+
 def left_in_16_bits(layers: Iterable[Layer]) -> list[Layer]:
     """The linear layers whose sizes do not fit.
 
     >>> [layer.name for layer in left_in_16_bits([Layer("head", "Linear", {"weight": (65, 32)})])]
     ['head']
     """
-    return [layer for layer in layers if layer.kind in KINDS and not fits_float8(layer.shapes.get("weight", ()))]
+    return [layer for layer in layers if layer.kind in KINDS and not multiplies_in_8_bits(layer)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import prod
 from operator import attrgetter
 
-from workbench.core.float8_layers import KINDS, fits_float8
+from workbench.core.float8_layers import multiplies_in_8_bits
 from workbench.core.rows import Layer, count_parameters
 
 
@@ -195,12 +195,11 @@ def in_8_bits(row: LayerCost) -> LayerCost:
     >>> in_8_bits(row).own[0].saved_bytes, in_8_bits(row).num_cast
     (64.0, 0)
     """
-    weight = row.layer.shapes.get("weight", ())
     products = [work for work in row.own if work.is_matmul and work.name == "linear"]
-    if row.layer.kind not in KINDS or not fits_float8(weight) or len(products) != 1:
+    if not multiplies_in_8_bits(row.layer) or len(products) != 1:
         return row
     product = products[0]
-    numbers = product.flops / (2 * (prod(weight) // product.inner))
+    numbers = product.flops / (2 * (prod(row.layer.shapes["weight"]) // product.inner))
     saved = max(0.0, product.saved_bytes - 2 * numbers) + numbers
     changed = replace(product, saved_bytes=saved, again_bytes=max(0.0, product.again_bytes - 2 * numbers))
     return replace(row, own=tuple(changed if work is product else work for work in row.own), num_cast=0)

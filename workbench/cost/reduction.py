@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workbench.core.float8_layers import fits_float8
+from workbench.core.float8_layers import multiplies_in_8_bits
 from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.cost.calls import num_calls
@@ -161,17 +161,12 @@ def _statistics(
         own = _STATISTICS_BYTES * row.output_shape[0]
         summed = summed_bytes(setting.hardware, own, ranks[0])
         return ("all-gather", own * (ranks[0] - 1), *ranks), ("all-reduce", summed, *ranks)
-    if _rounds_to_8_bits(row, setting):
+    # Scales of logical tensors are the workbench's
+    if setting.precision == "fp8" and not setting.software.has_master_weights and multiplies_in_8_bits(row.layer):
         # The gradient of a sum is whole on the model axis
         each = zip(_LARGEST_BYTES, (whole, over_data if choice.split == "row" else whole), strict=True)
         return tuple(("all-reduce", summed_bytes(setting.hardware, size, ranks[0]), *ranks) for size, ranks in each)
     return ()
-
-
-def _rounds_to_8_bits(row: LayerCost, setting: StageSettings) -> bool:
-    """Whether a layer's products take 8 bits with scales of logical tensors, which only the workbench's do."""
-    is_ours = setting.precision == "fp8" and not setting.software.has_master_weights
-    return is_ours and row.layer.kind == "Linear" and fits_float8(row.layer.shapes.get("weight", ()))
 
 
 def optimizer_s(weights: float, setting: StageSettings, apart: float = 0.0) -> float:
