@@ -65,12 +65,12 @@ class Translator(torch.nn.Module):
 
 
 class TiedHead(torch.nn.Module):
-    """A table that is the head, too."""
+    """A table that is the head, too, which has a bias of its own."""
 
     def __init__(self):
         super().__init__()
         self.words, self.fc = torch.nn.Embedding(48, 32), torch.nn.Linear(32, 32)
-        self.head = torch.nn.Linear(32, 48, bias=False)
+        self.head = torch.nn.Linear(32, 48)
         self.head.weight = self.words.weight
 
     def forward(self, words):
@@ -134,12 +134,13 @@ def test_columns_that_become_rows_between_stages():
 @pytest.mark.parametrize(
     ("text", "num_ranks"),
     [
+        ("*: data", 2),
         ("*: data; head: data@1 | 2x1x1 mb=4", 2),
         ("*: data; head: data@1 | 2x2x1 mb=2 bf16", 4),
         ("words: model:row; fc: data; head: model:column@1 | 2x1x2 mb=2", 4),
     ],
 )
-def test_a_weight_of_another_stage_is_sent_for_each_micro_batch_and_its_gradient_back(text, num_ranks):
+def test_a_weight_that_two_layers_share_is_summed_once_and_sent_to_another_stage_for_each_micro_batch(text, num_ranks):
     assert_same_bytes("tied", text, num_ranks)
 
 

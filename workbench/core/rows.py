@@ -60,10 +60,20 @@ class Layer:
         """Number of its parameters without a gradient."""
         return sum(prod(self.shapes[name]) for name in self.frozen)
 
+    @property
+    def num_elsewhere(self) -> int:
+        """Number of its parameters that count at the layer to which it is tied: those of its weight."""
+        return 0 if self.tied_to is None else prod(self.shapes.get("weight", (0,)))
+
 
 def count_parameters(layers: Iterable[Layer]) -> int:
-    """Number of parameters of a model's layers; tied ones count once."""
-    return sum(layer.num_parameters for layer in layers if layer.tied_to is None)
+    """Number of parameters of a model's layers; a weight that several share counts once.
+
+    >>> words, head = Layer("words", "Embedding", {"weight": (9, 4)}, 36), {"weight": (9, 4), "bias": (9,)}
+    >>> count_parameters([words, Layer("head", "Linear", head, 45, tied_to="words")])
+    45
+    """
+    return sum(layer.num_parameters - layer.num_elsewhere for layer in layers)
 
 
 def in_order_of_calls(layers: Sequence[Layer]) -> list[Layer]:

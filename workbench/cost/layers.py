@@ -26,7 +26,7 @@ from workbench.cost.boxings import (
     splits_words,
 )
 from workbench.cost.compute import FLASH, backward_s, forward_s
-from workbench.cost.stage_settings import StageSettings, weights_in, weights_of
+from workbench.cost.stage_settings import StageSettings, held_by, weights_in, weights_of
 
 _INNER = ("bmm", "baddbmm")
 """Products of two activations inside a layer."""
@@ -80,6 +80,7 @@ class LayerPrice:
         result_gradients: bytes of the gradients of its results, which wait for those of its weights where these are
             postponed.
         has_backward: whether backward goes through the layer: it does not before the first trained one.
+        tied: number of trained weights on the rank, besides ``weights``, that another layer holds.
     """
 
     forward_s: float = 0.0
@@ -111,6 +112,7 @@ class LayerPrice:
     frozen: Weights = NO_WEIGHTS
     has_backward: bool = True
     result_gradients: float = 0.0
+    tied: float = 0.0
 
     def again_s(self, kind: str) -> float:
         """Forward seconds that a recomputed block repeats; ``kind`` as in ``core.recompute_kinds``."""
@@ -195,6 +197,9 @@ def layer_price(
     if setting.software.keeps_exponentials and splits_words(row, choice, following, setting):
         kept[False] *= 2  # the logits, and their exponentials
     (weights, shared, apart), frozen = _weights(row, choice, setting)
+    elsewhere = row.layer.shapes.keys() - {*held_by(row.layer, setting.software), *row.layer.frozen}
+    tied = sum(weights_in(row.layer, name, setting.software) for name in elsewhere)
+    tied /= setting.model if choice.split else 1
     cast = row.num_cast / (setting.model * choice.over_data if choice.split else 1)
     kept[True] += ITEMSIZE_16_BIT * cast
     if choice.split and setting.model > 1 and not cast:  # rows of heads, of which the product is
@@ -206,7 +211,7 @@ def layer_price(
         scores, scores_kept, shared, boxing[0][1], kept[False], passing[True], passing[False], cast, taken_bytes,
         apart, products_s[True], products_bytes[True], sum(products_s.values()), sum(products_bytes.values()),
         products_back, added_in_place(row, choice, setting), frozen, row.has_gradients[1],
-        _result_gradients(row, choice, following, setting) if weights else 0.0,
+        _result_gradients(row, choice, following, setting) if weights + tied else 0.0, tied,
     )  # fmt: skip
 
 
@@ -295,8 +300,8 @@ def _weights(row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> t
     whole = {False: trained, True: frozen}
     if choice.split is not None:
         whole = {False: 0.0, True: 0.0}
-        for name, shape in layer.shapes.items():
-            if split_dim(choice.kind, choice.split, len(shape)) is None:
+        for name in held_by(layer, setting.software):
+            if split_dim(choice.kind, choice.split, len(layer.shapes[name])) is None:
                 whole[name in layer.frozen] += weights_in(layer, name, setting.software)
     return _part_of(trained, whole[False], choice, setting), _part_of(frozen, whole[True], choice, setting)
 

@@ -107,16 +107,23 @@ def rate_of(hardware: Hardware, dtype: str, precision: str) -> str:
 
 
 def weights_of(layer: Layer, software: Software) -> tuple[float, float]:
-    """(trained weights, frozen weights) of a whole layer, as weights of 32 bits: one of 16 bits counts half.
+    """(trained weights, frozen weights) that a whole layer holds, as weights of 32 bits: one of 16 bits counts half.
 
     With master weights all have the sizes of the precision, and each counts as one.
     """
-    if software.has_master_weights or (layer.itemsize == _COUNTED_AS and not layer.itemsizes):
-        return float(layer.num_parameters - layer.num_frozen), float(layer.num_frozen)
     if not layer.shapes:
-        return layer.num_parameters * layer.itemsize / _COUNTED_AS, 0.0
-    whole, frozen = (sum(weights_in(layer, name, software) for name in names) for names in (layer.shapes, layer.frozen))
-    return whole - frozen, frozen
+        return layer.num_parameters * (1 if software.has_master_weights else layer.itemsize / _COUNTED_AS), 0.0
+    held = {name: weights_in(layer, name, software) for name in held_by(layer, software)}
+    frozen = sum(number for name, number in held.items() if name in layer.frozen)
+    return sum(held.values()) - frozen, frozen
+
+
+def held_by(layer: Layer, software: Software) -> list[str]:
+    """Names of the parameters that a layer holds: not of its weight if that is another layer's, unless programs copy
+    it.
+    """
+    is_elsewhere = layer.tied_to is not None and not software.copies_tied
+    return [name for name in layer.shapes if name != "weight" or not is_elsewhere]
 
 
 def weights_in(layer: Layer, name: str, software: Software) -> float:

@@ -16,7 +16,7 @@ from workbench.cost.buckets import LARGEST_BYTES, bucket_bytes, num_buckets
 from workbench.cost.layers import NO_WEIGHTS, LayerPrice, Weights, layer_price, state_bytes
 from workbench.cost.offload import copies_s, offloads, state_here_bytes
 from workbench.cost.peaks import NO_PEAKS, Peaks, RowsAgain, any_block, peaks_of, units_of
-from workbench.cost.stage_settings import StageSettings, weights_in, weights_of
+from workbench.cost.stage_settings import StageSettings, held_by, weights_in, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,7 @@ def stage_prices(
     in_place = _added_in_place(model, choices, prices, settings)
     for mine, setting in zip(rows_of, settings, strict=True):
         updated = _updated(model, mine, setting)
+        held = set(updated)
         # as many equal blocks cost the same
         begin, first = (blocks[mine[0]], again.blocks[mine[0]]) if mine else (0, 0)
         key = (
@@ -139,7 +140,7 @@ def stage_prices(
                     id(prices[i]),
                     blocks[i] < 0 or blocks[i] - begin,
                     again.blocks[i] < 0 or again.blocks[i] - first,
-                    i in updated,
+                    i in held,
                     in_place[i],
                 )
                 for i in mine
@@ -177,7 +178,7 @@ def _added_up(
     again = _recomputed(mine, rows_again, prices, setting)
     boxing_back = sum(prices[i].boxing_backward_s for i in mine)
     input_s, weight_s = sum(prices[i].input_s for i in mine), sum(prices[i].weight_s for i in mine)
-    weight_s += accumulation_s(sum(prices[i].weights for i in mine) - sum(in_place), setting)
+    weight_s += accumulation_s(sum(prices[i].weights + prices[i].tied for i in mine) - sum(in_place), setting)
     hidden = {
         "none": 0.0,
         "sums": sum(prices[i].boxing_sums_s for i in mine),
@@ -223,7 +224,11 @@ def _added_up(
             if model.rows[i].layer.kind == TABLE or units[i] not in with_backward
         ),
         boxing,
-        sum(prices[i].cast for i in updated if not setting.recompute or rows_again.is_outside(i)),
+        sum(
+            prices[i].cast
+            for i in updated
+            if model.rows[i].layer.tied_to is None and (not setting.recompute or rows_again.is_outside(i))
+        ),
         len({units[i] for i in mine}),
         _buckets(model, updated, prices, setting),
         apart,
@@ -250,21 +255,19 @@ def _tensors(
     """The sizes of a rank's trained parameters."""
     sizes = []
     for i in updated:
-        layer = model.rows[i].layer
-        trained, _ = weights_of(layer, setting.software)
-        part = prices[i].weights / trained if trained else 0.0
-        names = [name for name in layer.shapes if name not in layer.frozen]
-        numbers = [weights_in(layer, name, setting.software) for name in names]
-        sizes += [part * number for number in (numbers if layer.shapes else [trained])]
+        layer, software = model.rows[i].layer, setting.software
+        numbers = [weights_in(layer, name, software) for name in held_by(layer, software) if name not in layer.frozen]
+        numbers = numbers if layer.shapes else [weights_of(layer, software)[0]]
+        sizes += [prices[i].weights / sum(numbers) * number for number in numbers if number]
     return sizes
 
 
 def _updated(model: ModelCosts, mine: Sequence[int], setting: StageSettings) -> Sequence[int]:
-    """Rows of the stage whose weights it holds and updates; a tied weight at its first row."""
+    """Rows of the stage whose weights it holds and updates; a copy of a tied weight where the stage lacks the first."""
+    if not setting.software.copies_tied:
+        return mine
     names = {model.rows[i].layer.name for i in mine}
-    tied_to = {i: model.rows[i].layer.tied_to for i in mine}
-    copies = setting.software.copies_tied
-    return [i for i in mine if tied_to[i] is None or (copies and tied_to[i] not in names)]
+    return [i for i in mine if model.rows[i].layer.tied_to not in names]
 
 
 def block_of_rows(model: ModelCosts) -> list[int]:

@@ -163,7 +163,7 @@ class LayerPrices:
         """The same with the boxings of ``num_boxed`` calls."""
         software = self.setting.software
         seconds = price.forward_s + price.input_s + price.weight_s
-        weights = price.weights - price.added_in_place  # a lower bound: in place wherever it may be
+        weights = price.weights + price.tied - price.added_in_place  # a lower bound: in place wherever it may be
         seconds += accumulation_s(weights, self.setting)  # that of two micro-batches
         boxing_s = price.boxing_forward_s + price.boxing_backward_s
         if software.hides_tensor_parallel != "none":
