@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import replace
 
 import pytest
 
+import workbench as wb
 from tests.cost.shared_layers import MODELS
 from workbench.core.model_costs import ModelCosts
 from workbench.core.presets import strategy_of
+from workbench.core.strategy import Strategy
 from workbench.cost.estimate import estimate
 from workbench.cost.hardware_files import load_hardware
+from workbench.tensors.world import current
+from workbench.testing import run_ranks
 from workbench.training.costs.dry_run import dry_run
 from workbench.training.costs.layer_costs import layer_costs
 
@@ -57,6 +62,21 @@ def test_all_calls_are_in_the_estimate(name: str, num_ranks: int, text: str, opt
 def test_calls_under_autocast(name: str) -> None:
     estimated, counted = both(name, "*: model | 1x1x2 bf16", 2, costs_of(name))
     assert estimated == pytest.approx(counted, rel=1e-9)
+
+
+def test_layers_by_turns_on_two_stages_send_each_result() -> None:
+    """Three times to the second layer, twice back to the first, each with its gradient."""
+    make, inputs, targets, loss_fn = MODELS["TwoTimesThree"]
+    text, built, costs = "up: data; down: data@1; head: data@1 | 2x1x1 mb=2 gpipe", make(), costs_of("TwoTimesThree")
+
+    def program() -> int:
+        model = wb.parallelize(copy.deepcopy(built), text)
+        current().traffic.reset()
+        wb.forward_backward(model, loss_fn, inputs, targets)
+        return current().traffic.sent_bytes
+
+    found = estimate(costs, Strategy(text).resolve(costs.layers, 2), RING, len(inputs))
+    assert found.boxed_bytes == sum(run_ranks(program, 2)) == 2 * (3 * 24 + 2 * 12) * 4 * 16
 
 
 def test_calls_that_are_left_out_would_be_seen() -> None:

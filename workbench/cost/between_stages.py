@@ -65,19 +65,18 @@ def _sent_s(num_bytes: float, sender: StageSettings, reader: StageSettings) -> f
 def _beside(
     model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings]
 ) -> Iterator[tuple[int, int, float, int]]:
-    """Transfers between stages other than from a layer to the next, such as a residual:
-    (stage that makes it, stage that reads it, bytes of a micro-batch on a rank that reads it, 2 with its gradient and
-    else 1). A stage receives each tensor once.
+    """Transfers between stages other than from a layer to the next, such as a residual, or what a layer takes in a
+    further call: (stage that makes it, stage that reads it, bytes of a micro-batch on a rank that reads it, 2 with its
+    gradient and else 1). A stage receives each tensor once.
     """
     stages = [layer.stage for layer in strategy.layers]
+    called: set[int] = set()  # layers that begin a stage, and have taken what hops_of counts
     for index, row in enumerate(model.rows):
         source = stages[index]
         for skip in row.skip_connections:
-            handed = {
-                stages[index + place]
-                for place in skip.as_input
-                if place > 0 and stages[index + place] != stages[index + place - 1]
-            }
+            taking = {index + place for place in skip.as_input if place > 0} - called
+            taking = {layer for layer in taking if stages[layer] != stages[layer - 1]}
+            handed, called = {stages[layer] for layer in taking}, called | taking
             readers = {stages[index + place]: strategy.layers[index + place] for place in skip.readers}
             for target, reader in readers.items():
                 if target in (source, *handed) or strategy.slice_of(target) == strategy.slice_of(source):
