@@ -9,7 +9,7 @@ from typing import NamedTuple
 from workbench.core.layer_layouts import boxed_output_entry, input_entry
 from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.core.strategy import ResolvedStrategy
-from workbench.core.weight_splits import TABLE, tied_pairs
+from workbench.core.weight_splits import TABLE
 from workbench.cost.boxings import num_dims, passed_bytes
 from workbench.cost.calls import num_calls
 from workbench.cost.collectives import exchange_s
@@ -87,15 +87,16 @@ def _beside(
 
 
 def prices_with_ties(
-    model: ModelCosts, strategy: ResolvedStrategy, prices: Sequence[LayerPrice], settings: Sequence[StageSettings]
-) -> list[LayerPrice]:
+    model: ModelCosts, ties: Sequence[tuple[int, int]], strategy: ResolvedStrategy, prices: list[LayerPrice],
+    settings: Sequence[StageSettings],
+) -> list[LayerPrice]:  # fmt: skip
     """The prices of layers with the transfers of weights that an earlier stage holds: a layer gets the weight for each
-    call, and its backward sends the gradient.
+    call, and its backward sends the gradient. ``ties`` are the model's ``tied_pairs``.
     """
+    if settings[0].software.copies_tied or strategy.num_stages == 1 or not ties:
+        return prices
     found = list(prices)
-    if settings[0].software.copies_tied or strategy.num_stages == 1:
-        return found
-    for pair in tied_pairs(model.layers):
+    for pair in ties:
         (source, _), (stage, index) = sorted((strategy.layers[index].stage, index) for index in pair)
         if strategy.slice_of(source) == strategy.slice_of(stage):
             continue

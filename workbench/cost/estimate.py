@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import ResolvedStrategy
+from workbench.core.weight_splits import tied_pairs
 from workbench.cost.between_stages import hops_of, on_all_ranks, prices_with_ties, tied_s
 from workbench.cost.calls import prices_with_calls
 from workbench.cost.hardware import Hardware
@@ -121,7 +122,7 @@ def estimate(
     settings = settings_of(model, strategy, hardware, batch_size, optimizer, software)
     prices = prices_of(model.rows, strategy.layers, settings)
     prices = prices_with_calls(model, strategy.layers, prices, settings)
-    prices = prices_with_ties(model, strategy, prices, settings)
+    prices = prices_with_ties(model, tied_pairs(model.layers), strategy, prices, settings)
     stages = stage_prices(model, strategy.layers, prices, settings)
     return combine(model, strategy, stages, settings, batch_size, with_timeline)
 

@@ -140,11 +140,14 @@ def statistics_of(
     found, (blocks, _) = [(0.0, 0.0)] * len(settings), rows_again(model, strategy.options.recompute)
     for row, choice, block in zip(model.rows, strategy.layers, blocks, strict=True):
         setting = settings[choice.stage]
+        exchanges = _statistics(row, choice, setting)
+        if not exchanges:
+            continue
         calls, (seconds, received) = num_calls(model, row), found[choice.stage]
         is_again = setting.recompute and (row.has_gradients[1] or block >= 0)
         comes_back = row.has_gradients[0 if "BatchNorm" in choice.kind else 1]  # its sums are for the input's gradient
         each = (2 * calls if is_again else calls), calls * comes_back
-        for times, (kind, num_bytes, size, stride) in zip(each, _statistics(row, choice, setting), strict=False):
+        for times, (kind, num_bytes, size, stride) in zip(each, exchanges, strict=True):
             seconds += times * exchange_s(setting.hardware, num_bytes, size, stride, kind)
             received += times * num_bytes
         found[choice.stage] = seconds, received

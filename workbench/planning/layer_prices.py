@@ -129,7 +129,7 @@ class LayerPrices:
         if any(splits := [splits_backward(strategy.schedule, stage) for stage in range(candidate.num_stages)]):
             split = replace(setting, splits_backward=True)
             settings = [split if is_split else setting for is_split in splits]
-        prices = prices_with_ties(self._costs, strategy, prices, settings)
+        prices = prices_with_ties(self._costs, self._problem.ties, strategy, prices, settings)
         return stage_prices(self._costs, layers, prices, settings)
 
     def _prices_with_calls(
