@@ -6,6 +6,7 @@ import pytest
 
 from tests.planning.problems import linear
 from workbench.core.model_costs import ModelCosts
+from workbench.core.options import Options
 from workbench.core.strategy import Strategy
 from workbench.cost.boxings import Overlap
 from workbench.cost.estimate import estimate
@@ -13,7 +14,9 @@ from workbench.cost.hardware import Link
 from workbench.cost.hardware_files import load_hardware
 from workbench.cost.stage_settings import settings_of
 from workbench.errors import StrategyError
-from workbench.planning.problem import Constraints
+from workbench.planning.candidates import Candidate
+from workbench.planning.incumbents import Incumbents
+from workbench.planning.problem import DATA, Constraints, Problem
 from workbench.planning.search import search
 
 WIDTH, SAMPLES = 4096, 16
@@ -60,6 +63,16 @@ def test_the_search_overlaps_where_it_is_asked_to():
     assert searched(model=2) == 1
     assert [searched(model=2, overlap=asked) for asked in (4, (1, 4), (1, 2, 4, 8))] == [4, 4, 8]
     assert searched(replace(CPU, op_s=1e-5), model=2, overlap=(1, 4)) == 1
+
+
+def test_choices_that_split_rows_overlap_as_asked_after_others_that_cannot():
+    """A search that changes a strategy without row-split layers, and an explanation, come to such choices."""
+    problem = Problem(COSTS, GPU, 2, SAMPLES, constraints=Constraints(model=2, overlap=4))
+    stages, incumbents, candidate = [0] * len(COSTS.rows), Incumbents(problem), Candidate(Options((1, 1, 2)), 1)
+    whole = incumbents.add(candidate, [DATA] * len(stages), stages)
+    split = incumbents.add(Candidate(whole.strategy.options, 1), [("model", "row")] * len(stages), stages)
+    assert (whole.strategy.options.overlap, split.strategy.options.overlap) == (1, 4)
+    assert split.estimate.step_s == pytest.approx(problem.estimate(split.strategy).step_s)
 
 
 def test_nothing_overlaps_on_one_model_rank():

@@ -81,6 +81,7 @@ class Incumbents:
     def add(self, candidate: Candidate, choices: Sequence[Choice], stages: Sequence[int]) -> PricedStrategy:
         """Price a strategy, and keep it if it is better than the incumbents."""
         strategy = self.problem.resolve(choices, stages, candidate.options)
+        candidate = Candidate(strategy.options, candidate.num_stages)
         prices = self.prices(candidate)
         settings = [with_options(prices.setting, candidate)] * candidate.num_stages
         priced = prices.of_strategy(candidate, strategy)

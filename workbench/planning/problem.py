@@ -294,7 +294,9 @@ class Problem:
         return all(pin is None or pin.stage in (None, stage) for pin, stage in zip(self.pins, stages, strict=True))
 
     def resolve(self, choices: Sequence[Choice], stages: Sequence[int], options: Options) -> ResolvedStrategy:
-        """The strategy as the cost model reads it."""
+        """The strategy as the cost model reads it. Where a layer can overlap, it does as the constraints ask, also with
+        the ``options`` of a strategy that could not.
+        """
         assert options.degrees is not None
         _, data, model = options.degrees
         layers = tuple(
@@ -302,7 +304,9 @@ class Problem:
             for row, choice, stage in zip(self.rows, choices, stages, strict=True)
         )
         has_rows = any(overlaps(layer.kind, layer.split, model) for layer in layers)
-        return ResolvedStrategy(layers, options.degrees, options if has_rows else replace(options, overlap=1))
+        asked = [value for value in self.constraints.values("overlap") if isinstance(value, int)]
+        overlap = max(options.overlap, min(asked, default=1)) if has_rows else 1
+        return ResolvedStrategy(layers, options.degrees, replace(options, overlap=overlap))
 
     def resolve_layer(self, layer: Layer, choice: Choice, stage: int, data: int, model: int) -> ResolvedLayer:
         """One layer as the cost model reads it; ``expert`` means as many ranks as fit."""
