@@ -5,10 +5,11 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+import torch
 from torch import nn
 
-from workbench.tensors.global_tensor import GlobalTensor, spec_of
-from workbench.training.gradients.shard import shard_layouts
+from workbench.tensors.global_tensor import GlobalTensor, Spec, spec_of
+from workbench.training.gradients.shard import shard_layouts, state_spec
 from workbench.training.offload.activations import OffloadedActivations
 from workbench.training.offload.host_memory import check_space
 from workbench.training.strategies.shard_parameters import parameter_spec
@@ -50,7 +51,9 @@ def _kinds(state: ParallelState) -> list[str]:
 
 
 def _held_bytes(module: nn.Module, state: ParallelState) -> int:
-    """Bytes of the parts of parameters on which this rank's optimizer will step."""
+    """Bytes of the parts of parameters on which this rank's optimizer will step, without those whose state has its
+    place from a strategy before.
+    """
     owners, world = parameter_owners(module, state.resolved), state.layouts.world
     specs = [parameter_spec(parameter, choice, state.layouts) for parameter, choice in owners.items()]
     if state.strategy.options.zero:
@@ -58,4 +61,10 @@ def _held_bytes(module: nn.Module, state: ParallelState) -> int:
         layouts = zip(specs, shard_layouts(specs, groups), strict=True)
         specs = [spec if layout is None else spec_of(world, layout, spec.shape) for spec, layout in layouts]
     sizes = zip(owners, specs, strict=True)
-    return sum(prod(spec.local_shape) * p.dtype.itemsize for p, spec in sizes if not spec.is_placeholder)
+    new = [(p, spec) for p, spec in sizes if not (spec.is_placeholder or _has_place(p, spec))]
+    return sum(prod(spec.local_shape) * parameter.dtype.itemsize for parameter, spec in new)
+
+
+def _has_place(parameter: torch.Tensor, spec: Spec) -> bool:
+    is_offloaded = isinstance(parameter, GlobalTensor) and parameter._keeps_state_on_host
+    return is_offloaded and state_spec(parameter) is spec
