@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from workbench.core.model_costs import Extent, LayerCost, ModelCosts, OpCost
@@ -43,6 +44,12 @@ def test_lists_are_swept_the_last_one_fastest():
     assert [point.values["width"] for point in sweep.points[:4]] == [32, 64, 128, 32]
     assert list(sweep.table.hardware.unique()) == [MACHINE.name, load_hardware("h200").name]
     assert sweep.table.peak_bytes[2] > sweep.table.peak_bytes[0]
+
+
+def test_arrays_are_lists_and_numbers_of_numpy_are_numbers():
+    sweep = simulate(layers(), "data", MACHINE, gpus=np.array([1, 2]), batch_size=np.int64(32))
+    assert sweep.swept == ("gpus",) and list(sweep.table.gpus) == [1, 2]
+    assert sweep.points[1].estimate == simulate(layers(), "data", MACHINE, gpus=2, batch_size=32).estimate
 
 
 def test_a_strategy_may_follow_from_the_values():

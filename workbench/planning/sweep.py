@@ -138,7 +138,7 @@ def simulate(
         optimizer: "adamw", "adam", "adamw8bit", "momentum" or "sgd".
         software: properties of the training program.
         with_timeline: keep the schedule action by action in the estimates.
-        sizes: arguments of the functions: ``sequence=[1024, 2048]``, ``layers=...``.
+        sizes: arguments of the functions: ``sequence=[1024, 2048]``, ``layers=...``. An array counts as its list.
 
     Returns:
         A ``Sweep``: ``.table`` (pandas), ``.points``, and ``.estimate`` of a single point.
@@ -156,6 +156,7 @@ def simulate(
     [(1536, '64x3x8'), (3072, '64x6x8')]
     """
     given = {"hardware": hardware, "gpus": gpus, "batch_size": batch_size, **sizes}
+    given = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in given.items()}
     swept = tuple(name for name, value in given.items() if _is_listed(value))
     empty = [name for name in swept if not len(given[name])]
     if empty:
