@@ -44,13 +44,13 @@ def runs_again(block: tuple[int, int] | None, recompute: str) -> bool:
     return bool(recompute) and number in chosen_blocks(count, recompute)
 
 
-def mistake_of_recompute(recompute: str, num_blocks: int | None) -> tuple[str, tuple[str, ...]] | None:
+def mistakes_of_recompute(recompute: str, num_blocks: int | None) -> list[tuple[str, tuple[str, ...]]]:
     """What is wrong with a number of blocks, and fixes. ``num_blocks`` is what the model has; None if unknown.
 
-    >>> mistake_of_recompute("9", 4)[0].partition(":")[0]
+    >>> mistakes_of_recompute("9", 4)[0][0].partition(":")[0]
     'recompute=9, but the model has 4 blocks'
     """
     if num_blocks is None or not recompute.isdecimal() or int(recompute) <= num_blocks:
-        return None
+        return []
     message = f"recompute={recompute}, but the model has {num_blocks} blocks: so many of them run again"
-    return message, (f"use recompute={num_blocks} or less, or recompute, which is all",)
+    return [(message, (f"use recompute={num_blocks} or less, or recompute, which is all",))]

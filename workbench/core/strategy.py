@@ -30,7 +30,7 @@ from urllib.parse import unquote
 from workbench.core.degrees import mistakes_of_degrees, mistakes_of_overlap
 from workbench.core.expert_rows import mistakes_of_experts, number_in_list, over_data
 from workbench.core.options import PRECISIONS, SCHEDULES, V_SCHEDULES, Options, parse_options
-from workbench.core.recompute_kinds import mistake_of_recompute
+from workbench.core.recompute_kinds import mistakes_of_recompute
 from workbench.core.row_mistakes import mistakes_of_rows
 from workbench.core.rows import Layer, Row, clauses_of, in_order_of_calls, listed_order, num_blocks, parse_rows, quoted
 from workbench.core.weight_splits import overlaps, split_dim, splits_of, tied_pairs
@@ -180,10 +180,6 @@ class Strategy:
         """
         return Strategy.from_rows(self.rows, self.options.with_changes(**changes))
 
-    def to_json(self) -> str:
-        """The one-line text; ``Strategy(text)`` parses it."""
-        return str(self)
-
     def __str__(self) -> str:
         rows, options = "; ".join(map(str, self.rows)), str(self.options)
         return f"{rows} | {options}" if options else rows
@@ -218,10 +214,18 @@ class Strategy:
 
     def check(self, layers: Sequence[Layer], num_ranks: int) -> list[Mistake]:
         """All mistakes of this strategy for these layers on ``num_ranks`` ranks; empty if there are none."""
-        mistakes = _check_rows(self, layers) + _check_stages(self, layers)
-        mistakes += _check_degrees(self, layers, num_ranks) + _check_ties(self, layers)
-        mistakes += _check_experts(self, layers, num_ranks) + _check_overlap(self, layers, num_ranks)
-        return mistakes + _check_recompute(self, layers)
+        options, rows, resolved = self.options, self.rows_of(layers), self._applied(layers, num_ranks)
+        stages, splits = [each.stage for each in resolved.layers], [each.split for each in resolved.layers]
+        widths = [resolved.stage_width(stage) for stage in stages]
+        num_overlapping = sum(overlaps(c.kind, c.split, resolved.stage_width(c.stage)[1]) for c in resolved.layers)
+        mistakes = [Mistake(None, *each) for each in mistakes_of_rows(self.rows, layers)]
+        mistakes += _check_stages(layers, stages)
+        of_degrees = mistakes_of_degrees(options, resolved.degrees, max(stages, default=0) + 1, num_ranks)
+        mistakes += [Mistake(None, *each) for each in of_degrees] + _check_ties(layers, rows, splits)
+        mistakes += [Mistake(*each) for each in mistakes_of_experts(self.rows, layers, rows, widths)]
+        of_options = mistakes_of_overlap(options, len(layers), num_overlapping)
+        of_options += mistakes_of_recompute(options.recompute, num_blocks(layers))
+        return mistakes + [Mistake(None, *each) for each in of_options]
 
     def resolve(self, layers: Sequence[Layer], num_ranks: int) -> ResolvedStrategy:
         """The choice of every layer.
@@ -233,25 +237,18 @@ class Strategy:
         if mistakes:
             lines = [f"  {mistake}." + "".join(f" Fix: {fix}." for fix in mistake.fixes[:1]) for mistake in mistakes]
             raise StrategyError(f"strategy {str(self)!r} does not fit:\n" + "\n".join(lines))
-        stages = _stages(self, layers)
-        choices = self.rows_of(layers)
-        splits = splits_of(layers, choices, stages)
+        return self._applied(layers, num_ranks)
+
+    def _applied(self, layers: Sequence[Layer], num_ranks: int) -> ResolvedStrategy:
+        """The choice of every layer, whether the strategy fits or not."""
+        rows, stages = self.rows_of(layers), _stages(self, layers)
         resolved = ResolvedStrategy((), _degrees(self, layers, num_ranks), self.options)
-        return replace(
-            resolved,
-            layers=tuple(
-                ResolvedLayer(
-                    layer.name,
-                    row.parallel,
-                    split,
-                    stage,
-                    layer.kind,
-                    over_data(row, *resolved.stage_width(stage)),
-                    number_in_list(row, layer, *resolved.stage_width(stage)),
-                )
-                for layer, row, split, stage in zip(layers, choices, splits, stages, strict=True)
-            ),
-        )
+        choices = []
+        for layer, row, split, stage in zip(layers, rows, splits_of(layers, rows, stages), stages, strict=True):
+            width = resolved.stage_width(stage)
+            spread = over_data(row, *width), number_in_list(row, layer, *width)
+            choices.append(ResolvedLayer(layer.name, row.parallel, split, stage, layer.kind, *spread))
+        return replace(resolved, layers=tuple(choices))
 
 
 @lru_cache(maxsize=64)
@@ -297,12 +294,7 @@ def _degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> tup
     return (num_stages, context, max(1, width // context)) if uses_model else (num_stages, width, 1)
 
 
-def _check_rows(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
-    return [Mistake(None, *each) for each in mistakes_of_rows(strategy.rows, layers)]
-
-
-def _check_stages(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
-    stages = _stages(strategy, layers)
+def _check_stages(layers: Sequence[Layer], stages: Sequence[int]) -> list[Mistake]:
     mistakes, highest = list[Mistake](), max(stages, default=0)
     if all(layer.calls for layer in layers):  # else the first step says where stages go back
         mistakes = _check_order(layers, dict(zip([layer.name for layer in layers], stages, strict=True)))
@@ -328,16 +320,8 @@ def _check_order(layers: Sequence[Layer], stages: Mapping[str, int]) -> list[Mis
     return mistakes
 
 
-def _check_degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> list[Mistake]:
-    num_stages = max(_stages(strategy, layers), default=0) + 1
-    degrees = _degrees(strategy, layers, num_ranks)
-    return [Mistake(None, *each) for each in mistakes_of_degrees(strategy.options, degrees, num_stages, num_ranks)]
-
-
-def _check_ties(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
+def _check_ties(layers: Sequence[Layer], rows: Sequence[Row], splits: Sequence[str | None]) -> list[Mistake]:
     """Layers that share a weight but cut it differently."""
-    rows = strategy.rows_of(layers)
-    splits = splits_of(layers, rows, _stages(strategy, layers))
     mistakes = []
     for first, later in tied_pairs(layers):
         one, two = layers[first], layers[later]
@@ -354,25 +338,6 @@ def _check_ties(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
         fix = f"{quoted(two.name)}: " + (f"model:{same}" if dims[0] is not None else "data")
         mistakes.append(Mistake(two.name, message, (f"write {fix!r}",)))
     return mistakes
-
-
-def _check_experts(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> list[Mistake]:
-    resolved = ResolvedStrategy((), _degrees(strategy, layers, num_ranks), strategy.options)
-    widths = [resolved.stage_width(stage) for stage in _stages(strategy, layers)]
-    return [Mistake(*each) for each in mistakes_of_experts(strategy.rows, layers, strategy.rows_of(layers), widths)]
-
-
-def _check_overlap(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> list[Mistake]:
-    stages = _stages(strategy, layers)
-    resolved = ResolvedStrategy((), _degrees(strategy, layers, num_ranks), strategy.options)
-    splits = zip(layers, splits_of(layers, strategy.rows_of(layers), stages), stages, strict=True)
-    num_rows = sum(overlaps(layer.kind, split, resolved.stage_width(stage)[1]) for layer, split, stage in splits)
-    return [Mistake(None, *each) for each in mistakes_of_overlap(strategy.options, len(layers), num_rows)]
-
-
-def _check_recompute(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
-    found = mistake_of_recompute(strategy.options.recompute, num_blocks(layers))
-    return [Mistake(None, *found)] if found else []
 
 
 def _choice(row: Row, split: str | None) -> str:

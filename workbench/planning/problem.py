@@ -13,7 +13,7 @@ from workbench.core.expert_rows import fitting_ranks, number_in_list, over_data
 from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.core.offload_kinds import CHOICES, offload_kind
 from workbench.core.options import PRECISIONS, SCHEDULES, Options
-from workbench.core.recompute_kinds import KINDS, mistake_of_recompute, recompute_kind
+from workbench.core.recompute_kinds import KINDS, mistakes_of_recompute, recompute_kind
 from workbench.core.row_mistakes import mistakes_of_rows
 from workbench.core.rows import Layer, Row, num_blocks
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
@@ -176,8 +176,8 @@ class Problem:
             if one not in ("none", *KINDS) and not (one.isdecimal() and int(one) > 0):
                 words = ", ".join(("none", *KINDS))
                 raise StrategyError(f"recompute={one!r}: it is one of {words}, or a number of blocks from 1 on.")
-            if found := mistake_of_recompute(one, num_blocks(self.costs.layers)):
-                raise StrategyError(f"{found[0]}. Fix: {found[1][0]}.")
+            for message, fixes in mistakes_of_recompute(one, num_blocks(self.costs.layers)):
+                raise StrategyError(f"{message}. Fix: {fixes[0]}.")
 
     def _refuse_unknown(self, name: str, known: Collection[object], given: Collection[object]) -> None:
         for value in given:
