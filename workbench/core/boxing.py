@@ -17,6 +17,7 @@ from functools import cached_property, lru_cache
 
 from workbench.core.layout import Layout, Shape, balanced_bounds, format_sbp
 from workbench.core.moves import Move, moves_from, moves_to, owner
+from workbench.core.row_pieces import exchanging_groups
 from workbench.core.sbp import Broadcast, Partial, Sbp, Split
 from workbench.core.tiling import num_elements, overlap, tiling_of
 from workbench.errors import LayoutError
@@ -266,7 +267,7 @@ def plan_boxing(source: Layout, destination: Layout, shape: Shape, itemsize: int
                 "Use one reduction, and box to B in between."
             )
     kind = _classify(source, destination)
-    groups = _reduce_groups(source, destination) if kind == "all-reduce" else ()
+    groups = exchanging_groups(source, destination) if kind == "all-reduce" else ()
     plan = BoxingPlan(source, destination, shape, itemsize, kind, groups)
     # Slices of slices can shift between ranks although each axis by itself only slices: (S(0), S(0)) -> (P, S(0)).
     shifted = plan.is_local and source.placement.num_axes > 1 and plan.wire_bytes > 0
@@ -301,17 +302,6 @@ def _classify_axis(a: Sbp, b: Sbp) -> str:
     if isinstance(a, Split):
         return {Split: "all-to-all", Broadcast: "all-gather", Partial: "zero-fill"}[type(b)]
     return "reduce-scatter" if isinstance(b, Split) else "exchange"
-
-
-def _reduce_groups(source: Layout, destination: Layout) -> tuple[tuple[int, ...], ...]:
-    """Ranks that share all coordinates but those of the axes that are summed."""
-    summed = [axis for axis, (a, b) in enumerate(zip(source.sbp, destination.sbp, strict=True)) if a != b]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in source.placement:
-        coordinates = source.placement.coordinates(rank)
-        kept = tuple(c for axis, c in enumerate(coordinates) if axis not in summed)
-        groups.setdefault(kept, []).append(rank)
-    return tuple(tuple(group) for group in groups.values())
 
 
 def describe_sbp_change(source: Layout, destination: Layout) -> str:
