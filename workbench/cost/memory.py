@@ -97,10 +97,6 @@ def _fullest(
     postponed: Sequence[float],
     num_micro_batches: int,
 ) -> Mapping[str, float]:
-    held = {
-        "parameters": sum(stages[s].parameters for s in mine),
-        "optimizer": sum(stages[s].optimizer for s in mine),
-    }
     moments = [Alive(0.0, sum(stages[s].gradients for s in mine), sum(stages[s].peaks.update_bytes for s in mine))]
     for stage in mine:
         others = [s for s in mine if s != stage]
@@ -121,7 +117,10 @@ def _fullest(
         has_gradients = len(mine) > 1 or num_micro_batches > alive[mine[0]]
         moments.append(Alive(kept, sum(stages[s].gradients for s in mine) if has_gradients else 0.0))
     peak = max(moments, key=sum)
-    kinds = {"gradients": peak.gradients, "activations": peak.activations, "buffers": peak.buffers}
     return {
-        kind: {**held, **kinds}[kind] for kind in ("parameters", "gradients", "optimizer", "activations", "buffers")
+        "parameters": sum(stages[s].parameters for s in mine),
+        "gradients": peak.gradients,
+        "optimizer": sum(stages[s].optimizer for s in mine),
+        "activations": peak.activations,
+        "buffers": peak.buffers,
     }

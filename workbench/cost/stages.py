@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from workbench.core.layer_layouts import following_of
 from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.core.recompute_kinds import chosen_blocks
 from workbench.core.strategy import ResolvedLayer
@@ -83,8 +84,9 @@ def prices_of(
     known: dict[tuple[object, ...], LayerPrice] = {}
     prices = []
     for index, (row, choice) in enumerate(zip(rows, choices, strict=True)):
-        before = _neighbour(rows, choices, index, -1)
-        following = _neighbour(rows, choices, index, 1)
+        has_before = index > 0 and choices[index - 1].stage == choice.stage
+        before = (rows[index - 1], choices[index - 1]) if has_before else None
+        behind = following_of(choices, index)
         setting = settings[choice.stage]
         key: tuple[object, ...] = (row.counted, row.layer.tied_to, _of_choice(choice), setting.data, setting.model)
         if before is not None:
@@ -95,21 +97,12 @@ def prices_of(
                 are_siblings(before, (row, choice)),
             )
         is_last = index == len(rows) - 1
-        behind = None if following is None else following[1]
         key += (behind and _of_choice(behind), is_last, ends_of_expert(choice, before, behind, setting.model))
         price = known.get(key)
         if price is None:
             price = known[key] = layer_price(row, choice, before, behind, setting, is_last)
         prices.append(price)
     return prices
-
-
-def _neighbour(
-    rows: Sequence[LayerCost], choices: Sequence[ResolvedLayer], index: int, step: int
-) -> tuple[LayerCost, ResolvedLayer] | None:
-    other = index + step
-    on_stage = 0 <= other < len(rows) and choices[other].stage == choices[index].stage
-    return (rows[other], choices[other]) if on_stage else None
 
 
 def _of_choice(choice: ResolvedLayer) -> tuple[object, ...]:

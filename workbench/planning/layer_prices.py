@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
+from workbench.core.layer_layouts import following_of
 from workbench.core.options import Options
 from workbench.core.recompute_kinds import KINDS
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
@@ -116,12 +117,8 @@ class LayerPrices:
         choices: list[Choice] = [(layer.parallel, layer.split) for layer in layers]
         prices = []
         for index, layer in enumerate(layers):
-            has_before = index > 0 and layers[index - 1].stage == layer.stage
-            has_following = index + 1 < len(layers) and layers[index + 1].stage == layer.stage
-            before, following = (
-                (choices[index - 1] if has_before else None),
-                (choices[index + 1] if has_following else None),
-            )
+            before = choices[index - 1] if index and layers[index - 1].stage == layer.stage else None
+            following = choices[index + 1] if following_of(layers, index) is not None else None
             prices.append(self.row(index, before, choices[index], following))
         prices = self._prices_with_calls(layers, prices, candidate.num_stages)
         setting = with_options(self.setting, candidate)
