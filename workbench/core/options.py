@@ -155,16 +155,16 @@ def _option(word: str) -> tuple[str, Any] | None:
     return (word, True) if word == "sequence" else None
 
 
+_AT_LEAST = {
+    "num_micro_batches": "mb=0: a step has at least 1 micro-batch",
+    "context": "context=0: a sequence has at least 1 slice",
+    "overlap": "overlap=0: a product has at least 1 piece; overlap=1 overlaps nothing",
+    "shards": "shards=0: a group has at least 2 ranks; leave it out to split over all data ranks",
+}
+
+
 def _out_of_range(found: dict[str, Any]) -> list[str]:
-    mistakes = []
-    if found.get("num_micro_batches") == 0:
-        mistakes.append("mb=0: a step has at least 1 micro-batch")
-    if found.get("context") == 0:
-        mistakes.append("context=0: a sequence has at least 1 slice")
-    if found.get("overlap") == 0:
-        mistakes.append("overlap=0: a product has at least 1 piece; overlap=1 overlaps nothing")
-    if found.get("shards") == 0:
-        mistakes.append("shards=0: a group has at least 2 ranks; leave it out to split over all data ranks")
+    mistakes = [message for name, message in _AT_LEAST.items() if found.get(name) == 0]
     if found.get("recompute", "full").strip("0") == "":
         mistakes.append(f"recompute={found['recompute']}: at least 1 block runs again; leave it out for none")
     if found.get("zero", 0) > 3:

@@ -58,11 +58,8 @@ class Explanation:
                 {
                     "choice": one.choice,
                     "layers": len(one.layers),
-                    "step_s": None if price is None else price.step_s,
+                    **{name: getattr(price, name, None) for name in ("step_s", "compute_s", "boxing_s", "peak_bytes")},
                     "more_s": None if price is None or chosen is None else price.step_s - chosen.step_s,
-                    "compute_s": None if price is None else price.compute_s,
-                    "boxing_s": None if price is None else price.boxing_s,
-                    "peak_bytes": None if price is None else price.peak_bytes,
                     "fits": one.fits,
                     "chosen": one.is_chosen,
                     "note": one.note,

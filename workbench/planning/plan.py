@@ -29,6 +29,8 @@ from workbench.units import counted, format_bytes, format_seconds
 if TYPE_CHECKING:
     import pandas as pd
 
+_SHOWN = ("zero", "shards", "context", "recompute", "offload", "sequence", "overlap")
+"""Options that are columns of the table under their own names."""
 _WIDTH = 118
 """Characters of a printed strategy's lines."""
 
@@ -221,13 +223,7 @@ def _row(found: PricedStrategy, has_memory: bool, is_best: bool) -> dict[str, An
         "micro_batches": options.num_micro_batches,
         "schedule": options.schedule or "",
         "stages": found.strategy.num_stages,
-        "zero": options.zero,
-        "shards": options.shards,
-        "context": options.context,
-        "recompute": options.recompute,
-        "offload": options.offload,
-        "sequence": options.sequence,
-        "overlap": options.overlap,
+        **{name: getattr(options, name) for name in _SHOWN},
         "step_s": price.step_s,
         "samples_per_s": price.samples_per_s,
         **{part: getattr(price, part) for part in PARTS},
