@@ -105,25 +105,24 @@ class LayerPlan:
     output_shape: Shape | None
     itemsize: int
 
-    def gradient_bytes(self, groups: int, num_halves: int, num_sums: int, num_gathers: int = 0) -> int:
+    def gradient_bytes(self, groups: int, num_micro_batches: int, zero: int) -> int:
         """Bytes on the wire of the gradients in a step: p - 1 times what p ranks have copies of, for each scatter or
-        gather.
+        gather inside one of the ``groups`` that hold all shards.
 
         The gradient of a copy is a term, on the model axis too: norms, and biases after row-split weights, are summed
-        over both axes. A frozen parameter has no gradient.
+        over both axes. A frozen parameter has no gradient. A weight that layers share counts at the first of them.
 
-        Args:
-            groups: of ranks that each hold all shards.
-            num_halves: scatters and gathers inside a group.
-            num_sums: sums between the groups.
-            num_gathers: gathers of a frozen parameter inside a group.
+        A scatter of gradients and a gather of weights are a whole sum. ZeRO 2 scatters after every micro-batch and
+        gathers after the step. ZeRO 3 gathers in every forward and backward, frozen parameters too. Groups of shards
+        are summed with each scatter, under ZeRO 3 once in a step.
         """
-        total = 0
+        m, layer, total = num_micro_batches, self.layer, 0
+        halves, sums, gathers = {2: m + 1, 3: 3 * m}.get(zero, 2), m if zero == 2 else 1, 2 * m if zero == 3 else 0
         for name, layout in self.parameters.items():
-            inside, between = exchanged_copies(layout.num_replicas, groups)
-            is_frozen = name in self.layer.frozen
-            times = num_gathers * inside if is_frozen else num_halves * inside + num_sums * between
-            total += times * prod(self.layer.shapes[name]) * self.layer.itemsize_of(name)
+            if name != "weight" or layer.tied_to is None:
+                inside, between = exchanged_copies(layout.num_replicas, groups)
+                times = gathers * inside if name in layer.frozen else halves * inside + sums * between
+                total += times * prod(layer.shapes[name]) * layer.itemsize_of(name)
         return total
 
 

@@ -162,16 +162,10 @@ class ShardingPlan:
         return self.layout(first.stage, Split(0), taken), self.layout(last.stage, Split(0), model)
 
     def gradient_bytes(self, planned: LayerPlan) -> int:
-        """Bytes on the wire in a step, all ranks together, of a layer's gradients, and under ZeRO of its weights.
-
-        A scatter of gradients and a gather of weights are a whole sum. ZeRO 2 scatters after every micro-batch and
-        gathers after the step. ZeRO 3 gathers in every forward and backward. Groups of shards are summed with each
-        scatter, under ZeRO 3 once in a step.
-        """
-        m, zero = self.resolved.num_micro_batches, self.resolved.options.zero
-        groups = self.resolved.shard_groups(self.resolved.layers[self.layers.index(planned.layer)].stage)
-        halves, sums, gathers = {2: m + 1, 3: 3 * m}.get(zero, 2), m if zero == 2 else 1, 2 * m if zero == 3 else 0
-        return planned.gradient_bytes(groups, halves, sums, gathers)
+        """Bytes on the wire in a step, all ranks together, of a layer's gradients, and under ZeRO of its weights."""
+        stage = next(choice.stage for choice in self.resolved.layers if choice.name == planned.layer.name)
+        groups, options = self.resolved.shard_groups(stage), self.resolved.options
+        return planned.gradient_bytes(groups, options.num_micro_batches, options.zero)
 
     def settle(self) -> bool:
         """Between two calls of the model, or two steps: from now on, output hooks go by the order of calls.
