@@ -26,12 +26,8 @@ OPTIONAL = {
     "sequence_parallel": "0", "zero": "0", "flash": "0", "cp": "1",
 }  # fmt: skip
 """Columns that may be empty or missing, with their defaults."""
-COLUMNS = (
-    "name", "machine", "gpus", "heads", "kv_heads", "hidden", "ffn", "gated_ffn", "layers", "vocab", "seq", "tp", "pp",
-    "dp", "cp", "layers_per_virtual_stage", "micro_batch", "batch", "recompute", "sequence_parallel", "dtype", "zero",
-    "flash", "software",
-)  # fmt: skip
-"""All columns that are read, in their usual order. Other columns are copied."""
+COLUMNS = (*REQUIRED, *OPTIONAL)
+"""All columns that are read. Other columns are copied."""
 ADDED = (
     "seconds", "memory_gib", "compute_s", "tensor_parallel_s", "data_parallel_s", "pipeline_bubble_s", "optimizer_s",
 )  # fmt: skip

@@ -9,7 +9,7 @@ from math import prod
 from typing import NoReturn
 
 from workbench.errors import StrategyError
-from workbench.planning.candidates import candidates
+from workbench.planning.candidates import candidates, divisors
 from workbench.planning.incumbents import Incumbents, PricedStrategy, fullest_stages
 from workbench.planning.problem import Constraints, Problem
 from workbench.planning.write_strategy import write_strategy
@@ -77,11 +77,11 @@ def _indivisible(problem: Problem, names: dict[str, object]) -> str:
     given = [value for value in names.values() if isinstance(value, int)]
     if not set(names) <= {"pipeline", "data", "model"} or len(given) < len(names) or min(given, default=0) < 1:
         return ""
-    number, divisors = prod(given), [str(n) for n in range(1, problem.num_ranks + 1) if problem.num_ranks % n == 0]
-    if problem.objective == "cost" or str(number) in divisors:
+    number, fitting = prod(given), list(map(str, divisors(problem.num_ranks)))
+    if problem.objective == "cost" or str(number) in fitting:
         return ""
     product = " x ".join(map(str, given)) + (f" = {number}" if len(given) > 1 else "")
-    return f"{product} does not divide pipeline x data x model = {problem.num_ranks} ranks; {', '.join(divisors)} do"
+    return f"{product} does not divide pipeline x data x model = {problem.num_ranks} ranks; {', '.join(fitting)} do"
 
 
 def raise_does_not_fit(problem: Problem, incumbents: Incumbents, is_exact: bool, run: Run) -> NoReturn:

@@ -317,11 +317,6 @@ class Problem:
         number = number_in_list(row, layer, data, model)
         return replace(resolved, over_data=over_data(row, data, model), expert=number)
 
-    def ranks_of(self, strategy: Strategy) -> int:
-        """Number of ranks of a strategy: all, except for the objective "cost"."""
-        degrees = strategy.options.degrees
-        return prod(degrees) if degrees and self.objective == "cost" else self.num_ranks
-
     def estimate(self, strategy: ResolvedStrategy) -> Estimate:
         """Seconds and bytes of a step."""
         return estimate(

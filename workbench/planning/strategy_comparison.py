@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from math import prod
 
 from workbench.core.compress_patterns import compress_patterns
 from workbench.core.options import Options
 from workbench.core.presets import StrategyLike, strategy_of
 from workbench.core.rows import Row
-from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.cost.estimate import Estimate
 from workbench.errors import StrategyError
 from workbench.planning.candidates import not_searched
@@ -77,8 +78,7 @@ class WhyNot:
 def compare_with_best(problem: Problem, best: PricedStrategy, strategy: StrategyLike) -> WhyNot:
     """Compare a strategy with the best one: the limit that it breaks, or the difference in seconds and bytes."""
     try:
-        written = _written(problem, strategy)
-        resolved = written.resolve(problem.costs.layers, problem.ranks_of(written))
+        resolved = _resolved(problem, strategy)
         price = problem.estimate(resolved)
     except StrategyError as error:
         return WhyNot("cannot run", f"It cannot run: {error}")
@@ -134,14 +134,16 @@ def compare_strategies(problem: Problem, here: StrategyLike, there: StrategyLike
     """
     sides = []
     for side in (here, there):
-        strategy = _written(problem, side)
-        resolved = strategy.resolve(problem.costs.layers, problem.ranks_of(strategy))
+        resolved = _resolved(problem, side)
         sides += [resolved, problem.estimate(resolved)]
     return _difference(*sides)  # type: ignore[arg-type]
 
 
-def _written(problem: Problem, strategy: StrategyLike) -> Strategy:
-    return strategy_of(strategy, problem.costs.layers, problem.num_ranks)
+def _resolved(problem: Problem, strategy: StrategyLike) -> ResolvedStrategy:
+    """On all ranks, or for the objective "cost" on as many as its degrees say."""
+    written = strategy_of(strategy, problem.costs.layers, problem.num_ranks)
+    degrees = written.options.degrees if problem.objective == "cost" else None
+    return written.resolve(problem.costs.layers, prod(degrees) if degrees else problem.num_ranks)
 
 
 def _difference(
