@@ -95,15 +95,6 @@ class RowsAgain(NamedTuple):
     blocks: Sequence[int]
     are_alone: bool
 
-    def is_outside(self, row: int) -> bool:
-        """Whether a row is outside of what runs again."""
-        return self.blocks[row] < 0 and not self.are_alone
-
-
-def any_block(blocks: Sequence[int]) -> bool:
-    """Whether any row has a block."""
-    return max(blocks, default=-1) >= 0
-
 
 def _activations(
     mine: Sequence[int], rows_again: RowsAgain, prices: Sequence[LayerPrice], setting: StageSettings

@@ -16,7 +16,7 @@ from workbench.cost.boxings import are_siblings, ends_of_expert
 from workbench.cost.buckets import LARGEST_BYTES, bucket_bytes, num_buckets
 from workbench.cost.layers import NO_WEIGHTS, LayerPrice, Weights, layer_price, state_bytes
 from workbench.cost.offload import copies_s, offloads, state_here_bytes
-from workbench.cost.peaks import NO_PEAKS, Peaks, RowsAgain, any_block, peaks_of, units_of
+from workbench.cost.peaks import NO_PEAKS, Peaks, RowsAgain, peaks_of, units_of
 from workbench.cost.stage_settings import StageSettings, held_by, weights_in, weights_of
 
 
@@ -194,6 +194,7 @@ def _added_up(
     if offloads(setting, "activations"):  # not those of a loss, which is computed behind the module
         of_loss = prices[-1].kept_after_bytes if len(model.rows) - 1 in mine else 0.0
         leaving = max(0.0, again.kept_bytes - again.results_bytes - of_loss)
+    is_again = [bool(setting.recompute) and (rows_again.are_alone or block >= 0) for block in rows_again.blocks]
     is_kept = not setting.recompute or setting.recompute_kind == "scores"
     with_backward = {units[i] for i in mine if prices[i].has_backward or (rows_again.blocks[i] >= 0 and not is_kept)}
     waits = copies_s(leaving, forward + boxing, setting), copies_s(leaving, backward, setting)
@@ -217,11 +218,7 @@ def _added_up(
             if model.rows[i].layer.kind == TABLE or units[i] not in with_backward
         ),
         boxing,
-        sum(
-            prices[i].cast
-            for i in updated
-            if model.rows[i].layer.tied_to is None and (not setting.recompute or rows_again.is_outside(i))
-        ),
+        sum(prices[i].cast for i in updated if model.rows[i].layer.tied_to is None and not is_again[i]),
         len({units[i] for i in mine}),
         _buckets(model, updated, prices, setting),
         apart,
@@ -277,13 +274,13 @@ def block_of_rows(model: ModelCosts) -> list[int]:
 def rows_again(model: ModelCosts, recompute: str = "full") -> RowsAgain:
     """The rows that recomputation runs again. Where backward does not go through a block, it does not run again."""
     blocks: Sequence[int] = model.recomputed or block_of_rows(model)
-    are_alone = not any_block(blocks) and not recompute.isdecimal()
-    if recompute.isdecimal():
-        blocks = blocks if any_block(blocks) else range(len(blocks))  # each layer is one
+    has_blocks = max(blocks, default=-1) >= 0
+    if recompute.isdecimal() and not has_blocks:
+        blocks = range(len(blocks))  # each layer is one
     chosen = chosen_blocks(max(blocks, default=-1) + 1, recompute)
     with_backward = {block for row, block in zip(model.rows, blocks, strict=True) if row.has_gradients[1]}
     blocks = [block if block in chosen and block in with_backward else -1 - row for row, block in enumerate(blocks)]
-    return RowsAgain(blocks, are_alone)
+    return RowsAgain(blocks, are_alone=not has_blocks and not recompute.isdecimal())
 
 
 class Recomputation(NamedTuple):

@@ -149,15 +149,12 @@ class LayerPrices:
         """Whether blocks are recomputed as a whole, and not each layer alone."""
         return not self._classes.are_alone
 
-    def seconds(self, index: int, price: LayerPrice, recompute: str) -> float:
-        """Forward and backward of one micro-batch, as if each call of a layer boxed as much as its row.
+    def seconds(self, index: int, price: LayerPrice, recompute: str, num_boxed: int | None = None) -> float:
+        """Forward and backward of one micro-batch, as if each call of a layer boxed as much as its row; or with the
+        boxings of ``num_boxed`` calls.
 
         Of a layer that is called once it is a lower bound: exchanges may overlap with products.
         """
-        return self._seconds(index, price, recompute, self._num_calls[index])
-
-    def _seconds(self, index: int, price: LayerPrice, recompute: str, num_boxed: int) -> float:
-        """The same with the boxings of ``num_boxed`` calls."""
         software = self.setting.software
         seconds = price.forward_s + price.input_s + price.weight_s
         weights = price.weights + price.tied - price.added_in_place  # a lower bound: in place wherever it may be
@@ -168,7 +165,7 @@ class LayerPrices:
         if recompute in KINDS and software.recompute == "full" and self.is_recomputed(index):
             seconds += price.again_s(recompute)
             boxing_s += price.boxing_forward_s
-        return seconds + num_boxed * boxing_s
+        return seconds + (self._num_calls[index] if num_boxed is None else num_boxed) * boxing_s
 
     def least_seconds(self, choices: Sequence[Choice], recompute: str) -> float:
         """A lower bound of one micro-batch through all layers, for every cut into stages. Without boxings where layers
@@ -179,7 +176,7 @@ class LayerPrices:
             befores = {None, choices[index - 1]} if index else {None}
             followings = {None, choices[index + 1]} if index < last else {None}
             total += min(
-                self._seconds(index, self.row(index, before, choice, following), recompute, num_boxed)
+                self.seconds(index, self.row(index, before, choice, following), recompute, num_boxed)
                 for before in befores
                 for following in followings
             )

@@ -13,7 +13,7 @@ from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.stage_settings import computed_in, rate_of
 from workbench.planning.explain import Explanation, explain
-from workbench.planning.incumbents import Incumbents, PricedStrategy, fullest_stages
+from workbench.planning.incumbents import PricedStrategy, fullest_stages
 from workbench.planning.one_device import DEGREES, describe_one_device, fits, one_device
 from workbench.planning.problem import Problem, check_constraint_names
 from workbench.planning.strategy_comparison import (
@@ -56,28 +56,6 @@ class Plan:
     is_exact: bool = False
     search_s: float = 0.0
     num_priced: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        problem: Problem,
-        incumbents: Incumbents,
-        search: Callable[[Problem], Plan],
-        is_exact: bool,
-        search_s: float,
-    ) -> Plan:
-        """The plan of a finished search."""
-        assert incumbents.best is not None
-        others = sorted(incumbents.by_degrees.values(), key=lambda found: found.value)
-        return cls(
-            problem,
-            incumbents.best,
-            search,
-            tuple(found for found in others if found is not incumbents.best),
-            is_exact,
-            search_s,
-            incumbents.num_priced,
-        )
 
     @property
     def resolved(self) -> ResolvedStrategy:

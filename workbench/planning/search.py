@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from math import comb, prod
+from operator import attrgetter
 
 from workbench.core.model_costs import ModelCosts
 from workbench.core.options import PRECISIONS
@@ -82,9 +83,11 @@ def solve(problem: Problem) -> Plan:
     started_s = time.perf_counter()
     check_constraints(problem)
     incumbents, is_exact = run(problem)
-    if incumbents.best is None:
+    if (best := incumbents.best) is None:
         raise_does_not_fit(problem, incumbents, is_exact, run)
-    return Plan.of(problem, incumbents, solve, is_exact, time.perf_counter() - started_s)
+    others = sorted((each for each in incumbents.by_degrees.values() if each is not best), key=attrgetter("value"))
+    search_s = time.perf_counter() - started_s
+    return Plan(problem, best, solve, tuple(others), is_exact, search_s, incumbents.num_priced)
 
 
 def run(problem: Problem, is_quick: bool = False) -> tuple[Incumbents, bool]:
