@@ -15,7 +15,6 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from workbench.core.options import V_SCHEDULES
-from workbench.errors import StrategyError
 from workbench.pipeline.check import dependencies
 from workbench.pipeline.schedules import KINDS, Table, make_table
 
@@ -77,11 +76,7 @@ def _ends(
 def _analysed(
     schedule: str, num_stages: int, num_micro_batches: int, num_ranks: int
 ) -> tuple[list[_Level], tuple[int, ...]]:
-    """The levels of a table, and the number of actions of each rank.
-
-    Raises:
-        StrategyError: the table cannot run to its end.
-    """
+    """The levels of a table, and the number of actions of each rank."""
     table = make_table(schedule, num_stages, num_micro_batches, num_ranks)
     waits_for, levels = _levels(table, num_stages)
     ranks = np.repeat(np.arange(num_ranks), [len(actions) for actions in table])
@@ -115,8 +110,4 @@ def _levels(table: Table, num_stages: int) -> tuple[np.ndarray, np.ndarray]:
                     waits_for[own], level = away[0], max(level, levels[away[0]])
                 level += 1
                 levels[own], ended[rank] = level, own + 1
-    pairs = zip(table, ended, firsts, strict=False)
-    stuck = [str(actions[at - first]) for actions, at, first in pairs if at - first < len(actions)]
-    if stuck:
-        raise StrategyError(f"the table cannot run to its end: stuck at {', '.join(stuck)}.")
     return np.array(waits_for), np.array(levels)
