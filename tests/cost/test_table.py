@@ -35,6 +35,10 @@ def test_a_row_gets_its_columns_and_parts_add_up() -> None:
     assert {key: row[key] for key in ROW} == ROW
 
 
+def test_whole_numbers_may_be_written_as_pandas_writes_a_column_with_gaps() -> None:
+    assert predict_row(ROW | {"kv_heads": "8.0"}) == predict_row(ROW | {"kv_heads": "8"})
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_without_stages_nothing_waits_for_them(tp: int) -> None:
     """Not even -3e-16 s."""

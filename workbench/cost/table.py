@@ -59,8 +59,8 @@ class Reader:
         if not value:
             return None
         try:
-            number = int(value) if float(value) == int(float(value)) else None
-        except (ValueError, OverflowError):
+            number = int(float(value)) if float(value).is_integer() else None
+        except ValueError:
             number = None
         lowest = _LOWEST.get(column, 0 if column in _SWITCHES else 1)
         highest = 3 if column == "zero" else 1 if column in _SWITCHES else None
