@@ -77,6 +77,19 @@ class TiedHead(torch.nn.Module):
         return self.head(torch.tanh(self.fc(self.words(words))))
 
 
+class SharedBias(torch.nn.Module):
+    """As the head of BERT: the weight is the table, and the bias is also that of the module around."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = torch.nn.Embedding(48, 32), torch.nn.Module()
+        self.head.bias, self.head.decoder = torch.nn.Parameter(torch.zeros(48)), torch.nn.Linear(32, 48)
+        self.head.decoder.weight, self.head.decoder.bias = self.words.weight, self.head.bias
+
+    def forward(self, words):
+        return self.head.decoder(torch.tanh(self.words(words)))
+
+
 FLOAT8 = replace(RING, matmul_flops_per_s={**RING.matmul_flops_per_s, "fp8": 1e12})
 WORDS = torch.arange(160).view(16, 10) % 48
 MODELS = {
@@ -85,6 +98,7 @@ MODELS = {
     "translator": (Translator, WORDS, WORDS, next_word_loss),
     "a word": (Translator, WORDS[:, :2], WORDS[:, :2], next_word_loss),
     "tied": (TiedHead, WORDS, WORDS, next_word_loss),
+    "bert": (SharedBias, WORDS, WORDS, next_word_loss),
     "skips": (Skips, torch.ones(16, 12), torch.arange(16) % 6, F.cross_entropy),
     "cnn": (CNN, torch.ones(16, 1, 8, 8), torch.arange(16) % 10, F.cross_entropy),
 }
@@ -142,6 +156,11 @@ def test_columns_that_become_rows_between_stages():
 )
 def test_a_weight_that_two_layers_share_is_summed_once_and_sent_to_another_stage_for_each_micro_batch(text, num_ranks):
     assert_same_bytes("tied", text, num_ranks)
+
+
+def test_a_bias_of_two_layers_is_summed_once():
+    assert costs_of("bert").num_parameters == 48 * 32 + 48
+    assert_same_bytes("bert", "*: data", 2)
 
 
 WIDE = [

@@ -110,7 +110,7 @@ class LayerPlan:
         gather inside one of the ``groups`` that hold all shards.
 
         The gradient of a copy is a term, on the model axis too: norms, and biases after row-split weights, are summed
-        over both axes. A frozen parameter has no gradient. A weight that layers share counts at the first of them.
+        over both axes. A frozen parameter has no gradient. What layers share counts at the first of them.
 
         A scatter of gradients and a gather of weights are a whole sum. ZeRO 2 scatters after every micro-batch and
         gathers after the step. ZeRO 3 gathers in every forward and backward, frozen parameters too. Groups of shards
@@ -119,7 +119,7 @@ class LayerPlan:
         m, layer, total = num_micro_batches, self.layer, 0
         halves, sums, gathers = {2: m + 1, 3: 3 * m}.get(zero, 2), m if zero == 2 else 1, 2 * m if zero == 3 else 0
         for name, layout in self.parameters.items():
-            if name != "weight" or layer.tied_to is None:
+            if layer.holds(name):
                 inside, between = exchanged_copies(layout.num_replicas, groups)
                 times = gathers * inside if name in layer.frozen else halves * inside + sums * between
                 total += times * prod(layer.shapes[name]) * layer.itemsize_of(name)

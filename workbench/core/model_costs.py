@@ -177,7 +177,7 @@ class LayerCost:
     def counted(self) -> tuple[object, ...]:
         """The key of its price: rows with equal keys cost the same under equal choices."""
         layer = self.layer
-        kinds = layer.itemsize, layer.frozen, *layer.itemsizes.items()
+        kinds = layer.itemsize, layer.frozen, layer.elsewhere, *layer.itemsizes.items()
         return (*_COUNTED(self), *layer.shapes.items(), kinds)
 
 

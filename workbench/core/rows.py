@@ -29,6 +29,7 @@ class Layer:
             blocks the model has; None if unknown.
         place: its place in the list of its model, which decides about splits and stages that rows do not name; None:
             its place here.
+        elsewhere: short names of parameters that an earlier layer has, too, besides the weight of ``tied_to``.
         experts: number of experts, if its parameters have one row for each, as dim 0, or if it is in one of a list of
             experts; else 0.
         expert: the number of its expert in such a list; None for all experts in one.
@@ -50,6 +51,7 @@ class Layer:
     frozen: tuple[str, ...] = ()
     block: tuple[int, int] | None = None
     place: int | None = None
+    elsewhere: tuple[str, ...] = ()
 
     def itemsize_of(self, name: str) -> int:
         """Bytes of an element of a parameter, by its short name."""
@@ -60,10 +62,14 @@ class Layer:
         """Number of its parameters without a gradient."""
         return sum(prod(self.shapes[name]) for name in self.frozen)
 
+    def holds(self, name: str) -> bool:
+        """Whether a parameter, by its short name, counts here: no earlier layer has it."""
+        return name not in self.elsewhere and (self.tied_to is None or name != "weight")
+
     @property
     def num_elsewhere(self) -> int:
-        """Number of its parameters that count at the layer to which it is tied: those of its weight."""
-        return 0 if self.tied_to is None else prod(self.shapes.get("weight", (0,)))
+        """Number of its parameters that count at an earlier layer."""
+        return sum(prod(shape) for name, shape in self.shapes.items() if not self.holds(name))
 
 
 def count_parameters(layers: Iterable[Layer]) -> int:

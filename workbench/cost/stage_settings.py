@@ -119,11 +119,8 @@ def weights_of(layer: Layer, software: Software) -> tuple[float, float]:
 
 
 def held_by(layer: Layer, software: Software) -> list[str]:
-    """Names of the parameters that a layer holds: not of its weight if that is another layer's, unless programs copy
-    it.
-    """
-    is_elsewhere = layer.tied_to is not None and not software.copies_tied
-    return [name for name in layer.shapes if name != "weight" or not is_elsewhere]
+    """Names of the parameters that a layer holds: not of those of an earlier layer, unless the program copies them."""
+    return [name for name in layer.shapes if software.copies_tied or layer.holds(name)]
 
 
 def weights_in(layer: Layer, name: str, software: Software) -> float:

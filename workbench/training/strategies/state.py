@@ -117,6 +117,7 @@ def describe(model: nn.Module, calls: Calls | None = None) -> list[Layer]:
     layer before it.
     """
     owners: dict[int, str] = {}
+    holders: dict[int, str] = {}
     found: list[Layer] = []
     where: tuple[int, int] | None = None
     listed = listed_experts(model)
@@ -125,6 +126,7 @@ def describe(model: nn.Module, calls: Calls | None = None) -> list[Layer]:
             where = calls.get(path, (where[0], where[0]) if where else (0, 0))
         own, name = dict(module.named_parameters(recurse=False)), path or ROOT
         owner = owners.setdefault(id(own["weight"]), name) if "weight" in own else name
+        elsewhere = tuple(short for short, p in own.items() if holders.setdefault(id(p), name) != name)
         shapes = {short: tuple(parameter.shape) for short, parameter in own.items()}
         num_parameters = sum(parameter.numel() for parameter in own.values())
         kind = known_kind([base.__name__ for base in type(module).__mro__])
@@ -135,8 +137,11 @@ def describe(model: nn.Module, calls: Calls | None = None) -> list[Layer]:
         chosen = count_chosen(model.get_submodule(path.rpartition(".")[0]), experts) if experts else 0
         of_experts = experts, number, chosen
         found.append(
-            Layer(name, kind, shapes, num_parameters, tied_to, where, groups, itemsize, *of_experts, itemsizes, frozen)
-        )
+            Layer(
+                name, kind, shapes, num_parameters, tied_to, where, groups, itemsize, *of_experts, itemsizes, frozen,
+                elsewhere=elsewhere,
+            )
+        )  # fmt: skip
     return _with_blocks(model, found)
 
 
