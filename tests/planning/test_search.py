@@ -288,6 +288,7 @@ def test_memory_finds_the_smallest_peak() -> None:
         (Constraints(sequence=True, model=1), r"model=1 and sequence=True.*sequence needs model above 1"),
         (Constraints(layers="nothing: data"), r"no layer matches 'nothing'"),
         (Constraints(layers="b.0: data@1; head: data@0"), r"no strategy puts these layers there"),
+        (Constraints(layers="head: data | zero=1"), r"'zero=1' is no row; options are constraints of their own"),
     ],
 )
 def test_conflicting_constraints_are_named(constraints: Constraints, words: str) -> None:

@@ -223,14 +223,15 @@ class Problem:
         if self.constraints.layers is None:
             return [None] * len(self.rows)
         strategy = Strategy(self.constraints.layers)
-        mistakes = mistakes_of_rows(strategy.rows, self.costs.layers)
-        if mistakes:
-            raise StrategyError(f"layers={self.constraints.layers!r}: " + "; ".join(message for message, _ in mistakes))
+        wrong = [message for message, _ in mistakes_of_rows(strategy.rows, self.costs.layers)]
+        if strategy.options != Options():
+            wrong.append(f"{str(strategy.options)!r} is no row; options are constraints of their own, such as zero=1")
         if any(row.parallel == "expert" for row in strategy.rows):
-            raise StrategyError(
-                f"layers={self.constraints.layers!r}: a search cannot pin expert; it tries it for those without a pin. "
-                "wb.planner.simulate prices a strategy with it."
+            wrong.append(
+                "a search cannot pin expert, and tries it for layers without a pin; wb.planner.simulate prices it"
             )
+        if wrong:
+            raise StrategyError(f"layers={self.constraints.layers!r}: {'; '.join(wrong)}.")
         return [strategy.row_of(row.layer) for row in self.rows]
 
     @cached_property
