@@ -189,7 +189,7 @@ class _Search:
                 prices.at_least_s(stop.summary, destination),
             )
         for stop in sorted(stops, key=lambda stop: stop.to_s + stop.onward_s):
-            self._try_one(stop)
+            self._try(stop, stop)
         if self.destination.has_partial:  # rare, and of little use: the last step of such a path moves nothing
             return self.path
         nearest = sorted(stops, key=lambda stop: stop.to_s)
@@ -199,32 +199,25 @@ class _Search:
                 if a.to_s + self.latency_s + low_s >= self.best_s:
                     break
                 if a is not b and not self._goes_back(a.layout, b.layout):
-                    self._try_two(a, b)
+                    self._try(a, b)
         return self.path
 
     def _goes_back(self, a: Layout, b: Layout) -> bool:
         here, there = self.source.placement, self.destination.placement
         return here is not there and a.placement is there and b.placement is here
 
-    def _try_one(self, stop: _Stop) -> None:
-        """Price one step after the other, while the bounds allow a better path."""
-        if stop.to_s + stop.onward_s < self.best_s:
-            self._price_to(stop)
-        if stop.to_s + stop.onward_s < self.best_s:
-            self._price_onward(stop)
-        if stop.to_s + stop.onward_s < self.best_s:
-            self.best_s, self.path = stop.to_s + stop.onward_s, (stop.layout,)
-
-    def _try_two(self, a: _Stop, b: _Stop) -> None:
-        between_s = self.prices.at_least_s(a.summary, b.summary)
+    def _try(self, a: _Stop, b: _Stop) -> None:
+        """Price one step after the other, while the bounds allow a better path, by way of ``a`` and ``b`` (or one)."""
+        between_s = 0.0 if a is b else self.prices.at_least_s(a.summary, b.summary)
         if a.to_s + between_s + b.onward_s < self.best_s:
             self._price_to(a)
         if a.to_s + between_s + b.onward_s < self.best_s:
             self._price_onward(b)
-        if a.to_s + between_s + b.onward_s < self.best_s:
+        if a is not b and a.to_s + between_s + b.onward_s < self.best_s:
             between_s = self.prices.time_s(a.layout, b.layout)
         if a.to_s + between_s + b.onward_s < self.best_s:
-            self.best_s, self.path = a.to_s + between_s + b.onward_s, (a.layout, b.layout)
+            self.best_s = a.to_s + between_s + b.onward_s
+            self.path = (a.layout,) if a is b else (a.layout, b.layout)
 
     def _price_to(self, stop: _Stop) -> None:
         if not stop.to_is_exact:
