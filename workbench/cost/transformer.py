@@ -24,7 +24,7 @@ in the place of the logits and hands the gradient on in 16 bits (its commit 9634
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from workbench.core.model_costs import AttentionSize, Extent, LayerCost, ModelCosts, OpCost
@@ -89,12 +89,12 @@ def transformer_costs(model: Transformer) -> ModelCosts:
     """
     s, h = model.seq, model.hidden
     block = _block(model)
-    rows = [_row("embedding", "Embedding", (model.vocab, h), (), _dropout(model), (s, h))]
-    if not model.is_gated:
-        rows[0] = _with_positions(rows[0], s * h)
+    # positions as one dim, like biases: every rank of the model axis has all of them
+    positions = None if model.is_gated else {"positions": (s * h,)}
+    rows = [_row("embedding", "Embedding", (model.vocab, h), (), _dropout(model), (s, h), positions)]
     for index in range(model.layers):
         rows += [
-            _in_block(_row(f"layers.{index}.{name}", kind, weight, own, after, output), (index, model.layers))
+            _row(f"layers.{index}.{name}", kind, weight, own, after, output, block=(index, model.layers))
             for name, kind, weight, own, after, output in block
         ]
     rows.append(_row("norm", "LayerNorm", (h,), _norm(model), (), (s, h)))
@@ -102,7 +102,7 @@ def transformer_costs(model: Transformer) -> ModelCosts:
     loss = OpCost("cross_entropy", 0, _LOGITS_MOVED * s * model.vocab, 0, saved * s * model.vocab)
     logits = _product(s, h, model.vocab)
     tied = None if model.is_gated else "embedding"
-    rows.append(_row("head", "Linear", (model.vocab, h), logits, (loss,), (s, model.vocab), tied))
+    rows.append(_row("head", "Linear", (model.vocab, h), logits, (loss,), (s, model.vocab), tied_to=tied))
     heads = tuple(dict.fromkeys((model.heads, model.kv_heads or model.heads)))
     return ModelCosts(tuple(rows), (s,), "fp16", ((1, len(block), model.layers),), heads)
 
@@ -185,23 +185,13 @@ def _block(model: Transformer) -> list[_Part]:
 
 def _row(
     name: str, kind: str, weight: tuple[int, ...], own: tuple[OpCost, ...], after: tuple[OpCost, ...],
-    output: tuple[int, ...], tied_to: str | None = None,
+    output: tuple[int, ...], more: dict[str, tuple[int, ...]] | None = None, *, tied_to: str | None = None,
+    block: tuple[int, int] | None = None,
 ) -> LayerCost:  # fmt: skip
     shapes = {"weight": weight} | ({"bias": weight[:1]} if kind in ("Linear", "LayerNorm") and tied_to is None else {})
-    return LayerCost(
-        Layer(name, kind, shapes, sum(map(prod, shapes.values())), tied_to), own, after, Extent(output), _ITEM
-    )
-
-
-def _in_block(row: LayerCost, block: tuple[int, int]) -> LayerCost:
-    return replace(row, layer=replace(row.layer, block=block))
-
-
-def _with_positions(row: LayerCost, size: int) -> LayerCost:
-    """The embedding with its positions, as one dim like biases: every rank of the model axis has all of them."""
-    layer = row.layer
-    shapes = {**layer.shapes, "positions": (size,)}
-    return replace(row, layer=replace(layer, shapes=shapes, num_parameters=layer.num_parameters + size))
+    shapes |= more or {}
+    layer = Layer(name, kind, shapes, sum(map(prod, shapes.values())), tied_to, block=block)
+    return LayerCost(layer, own, after, Extent(output), _ITEM)
 
 
 def _product(s: int, inner: int, outputs: int) -> tuple[OpCost, ...]:
