@@ -144,6 +144,17 @@ def preset(name: str, layers: Sequence[Layer], num_ranks: int, options: str = ""
     return Strategy.from_rows(compress_patterns(names, rows), parse_options(options, [], base))
 
 
+def block_of(name: str) -> str:
+    """The repeated block that a layer belongs to: its path up to the first number.
+
+    >>> block_of("model.layers.3.mlp.up_proj"), block_of("head")
+    ('model.layers.3', 'head')
+    """
+    parts = name.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdecimal()), len(parts))
+    return ".".join(parts[: number + 1])
+
+
 def stage_cuts(layers: Sequence[Layer], num_stages: int) -> list[int]:
     """The stage of every layer, by parameters, in the order in which a forward calls them, if it is known.
 
@@ -161,29 +172,24 @@ def stage_cuts(layers: Sequence[Layer], num_stages: int) -> list[int]:
         raise StrategyError(
             f"pipeline of {num_stages} stages, but the model has {len(layers)} layers; each stage needs one."
         )
-    kinds: list[tuple[Callable[[str], str], bool]]
-    kinds = [(block_of, True), (_itself, True), (block_of, False), (_itself, False)]
-    parts = next(found for kind in kinds if len(found := stage_parts(layers, *kind)) >= num_stages)
+    units: tuple[Callable[[str], str], ...] = (block_of, str)  # blocks, and then single layers
+    every = (stage_parts(layers, unit_of, joins_loops) for joins_loops in (True, False) for unit_of in units)
+    parts = next(found for found in every if len(found) >= num_stages)
     weights = [sum(layer.num_parameters for layer in part) for part in parts]
     cuts = zip(parts, balanced_cuts(weights, num_stages), strict=True)
     stages = {layer.name: stage for part, stage in cuts for layer in part}
     return [stages[layer.name] for layer in layers]
 
 
-def _itself(name: str) -> str:
-    return name
-
-
 def stage_parts(
-    layers: Sequence[Layer], unit_of: Callable[[str], str] | None = None, joins_loops: bool = True
+    layers: Sequence[Layer], unit_of: Callable[[str], str] = block_of, joins_loops: bool = True
 ) -> list[list[Layer]]:
     """Parts of a model between which it can be cut, in the order of calls.
 
     Args:
-        unit_of: the unit that a layer's name belongs to; default: ``block_of``.
+        unit_of: the unit that a layer's name belongs to.
         joins_loops: whether units that take turns are one part.
     """
-    unit_of = unit_of or block_of
     units: dict[str, list[Layer]] = {}
     for layer in in_order_of_calls(layers):
         units.setdefault(unit_of(layer.name), []).append(layer)
@@ -208,17 +214,6 @@ def _comes_back(layers: Sequence[Layer], stages: Sequence[int]) -> bool:
         if first < last
         for (start, _), later in calls
     )
-
-
-def block_of(name: str) -> str:
-    """The repeated block that a layer belongs to: its path up to the first number.
-
-    >>> block_of("model.layers.3.mlp.up_proj"), block_of("head")
-    ('model.layers.3', 'head')
-    """
-    parts = name.split(".")
-    number = next((index for index, part in enumerate(parts) if part.isdecimal()), len(parts))
-    return ".".join(parts[: number + 1])
 
 
 def balanced_cuts(weights: Sequence[float], num_parts: int) -> list[int]:

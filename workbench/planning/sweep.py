@@ -19,6 +19,7 @@ from workbench.cost.software import WORKBENCH, Software
 from workbench.cost.transformer import Transformer, transformer_costs
 from workbench.errors import StrategyError
 from workbench.planning.published_models import transformer_by_name
+from workbench.planning.strategy_comparison import PARTS
 from workbench.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -56,11 +57,9 @@ class Point:
         known, strategy = self.estimate, self.strategy
         row: dict[str, Any] = dict(self.values)
         row["degrees"] = "x".join(map(str, strategy.degrees)) if strategy else None
-        row["samples_per_s"] = known.samples_per_s if known else None
-        row["step_s"] = known.step_s if known else None
+        for name in ("samples_per_s", "step_s", *PARTS, "peak_bytes", "boxed_bytes"):
+            row[name] = getattr(known, name, None)
         row["flops_per_s_per_gpu"] = self.flops / known.step_s / self.values["gpus"] if known else None
-        for name in ("compute_s", "boxing_s", "gradient_s", "bubble_s", "optimizer_s", "peak_bytes", "boxed_bytes"):
-            row[name] = getattr(known, name) if known else None
         row["fits"] = known.peak_bytes <= self.machine.memory_bytes if known else None
         row["error"] = self.error
         return row
