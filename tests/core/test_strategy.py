@@ -8,7 +8,6 @@ import pytest
 from workbench.core.options import V_SCHEDULES
 from workbench.core.presets import PRESETS, balanced_cuts, preset
 from workbench.core.rows import Layer
-from workbench.core.sharding_plan import ShardingPlan
 from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
 
@@ -269,11 +268,6 @@ def tied(first="Embedding"):
 )
 def test_layers_with_one_weight_share_its_split(text, splits):
     assert [layer.split for layer in Strategy(text).resolve(tied(), 2).layers] == splits
-
-
-def test_the_gradient_of_a_shared_weight_is_summed_once():
-    plan = ShardingPlan(tied(), Strategy("*: data").resolve(tied(), 2))
-    assert [plan.gradient_bytes(layer) for layer in plan.layers_of()] == [2 * 4 * 40, 2 * 4 * 16, 0]
 
 
 def test_a_weight_that_a_layer_cannot_split_stays_whole_in_all_that_share_it():

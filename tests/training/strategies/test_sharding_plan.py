@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 import workbench as wb
 from tests.training.models import CNN
 from workbench.core.layer_extents import traced
+from workbench.core.rows import Layer
 from workbench.core.sharding_plan import ShardingPlan
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import estimate
@@ -230,6 +232,13 @@ def test_sums_of_gradients_in_16_bits_have_the_bytes_of_the_plan() -> None:
 
     (planned, sent), (_, other) = run_ranks(program, 2)
     assert planned == sent + other == 2 * 36 * 2
+
+
+def test_the_gradient_of_a_shared_weight_is_summed_once() -> None:
+    words, head = (Layer(name, "Linear", {"weight": (10, 4)}, 40) for name in ("words", "head"))
+    layers = [words, replace(head, tied_to="words")]
+    plan = ShardingPlan(layers, Strategy("*: data").resolve(layers, 2))
+    assert [plan.gradient_bytes(layer) for layer in plan.layers_of()] == [2 * 4 * 40, 0]
 
 
 def test_a_plan_prints_before_and_after_the_first_batch() -> None:
