@@ -209,23 +209,15 @@ class _Search:
     def _try(self, a: _Stop, b: _Stop) -> None:
         """Price one step after the other, while the bounds allow a better path, by way of ``a`` and ``b`` (or one)."""
         between_s = 0.0 if a is b else self.prices.at_least_s(a.summary, b.summary)
-        if a.to_s + between_s + b.onward_s < self.best_s:
-            self._price_to(a)
-        if a.to_s + between_s + b.onward_s < self.best_s:
-            self._price_onward(b)
+        if not a.to_is_exact and a.to_s + between_s + b.onward_s < self.best_s:
+            a.to_s, a.to_is_exact = self.prices.time_s(self.source, a.layout), True
+        if not b.onward_is_exact and a.to_s + between_s + b.onward_s < self.best_s:
+            b.onward_s, b.onward_is_exact = self.prices.time_s(b.layout, self.destination), True
         if a is not b and a.to_s + between_s + b.onward_s < self.best_s:
             between_s = self.prices.time_s(a.layout, b.layout)
         if a.to_s + between_s + b.onward_s < self.best_s:
             self.best_s = a.to_s + between_s + b.onward_s
             self.path = (a.layout,) if a is b else (a.layout, b.layout)
-
-    def _price_to(self, stop: _Stop) -> None:
-        if not stop.to_is_exact:
-            stop.to_s, stop.to_is_exact = self.prices.time_s(self.source, stop.layout), True
-
-    def _price_onward(self, stop: _Stop) -> None:
-        if not stop.onward_is_exact:
-            stop.onward_s, stop.onward_is_exact = self.prices.time_s(stop.layout, self.destination), True
 
 
 @dataclass(slots=True)

@@ -28,7 +28,8 @@ def attention_exchange(size: AttentionSize, itemsize: float, setting: StageSetti
     queries, results = (samples * heads * size.rows * width * itemsize for width in size.widths)
     keys = [samples * key_heads * size.keys * width * itemsize for width in size.widths]
     part = (context - 1) / context
-    rings = [("all-gather", part * each * (0.5 if _sees_earlier(size) else 1.0)) for each in keys]
+    seen = 0.5 if size.is_causal and size.rows == size.keys else 1.0
+    rings = [("all-gather", part * each * seen) for each in keys]
     moved = [("all-to-all", part / context * each) for each in (queries, *keys, results)]
     suffice = heads % context == 0 and (key_heads % context == 0 or key_heads == 1) and not size.has_mask
 
@@ -40,10 +41,6 @@ def attention_exchange(size: AttentionSize, itemsize: float, setting: StageSetti
     sums = samples * heads * size.rows * _SUMS_BYTES
     of_ring = [_ring_bytes(size, context, queries, sum(keys), results, sums, back) for back in (False, True)]
     return [("ring", of_ring[0])], [("ring", of_ring[1])]
-
-
-def _sees_earlier(size: AttentionSize) -> bool:
-    return size.is_causal and size.rows == size.keys
 
 
 def _ring_bytes(
