@@ -84,8 +84,7 @@ def reduction_s(stages: Sequence[StagePrice], setting: StageSettings) -> float:
     if hardware.exchanges_on_cores:
         starts = _num_exchanges(stages, setting) - 1 if across else 0
         return seconds + starts * exchange_s(hardware, _NEXT_TO_NOTHING, setting.data, setting.model, "gradients")
-    hides = software.hides_gradients_of_pipelines if setting.stages > 1 else software.hides_gradients
-    if not hides:
+    if setting.stages > 1 and not software.hides_gradients_of_pipelines:
         return seconds
     forward = sum(stage.forward_s for stage in stages)
     backward = sum(stage.input_s + stage.weight_s for stage in stages)

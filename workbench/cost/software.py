@@ -59,8 +59,8 @@ class Software:
         name: its name in tables.
         has_master_weights: weights and activations have 16 bits, and the optimizer has its own weights of 32 bits. Else
             weights, gradients and optimizer have the model's own dtype, and forward casts (autocast).
-        hides_gradients: gradients are summed while backward runs; else after it.
-        hides_gradients_of_pipelines: the same with more than one stage.
+        hides_gradients_of_pipelines: with more than one stage, too, gradients are summed while backward runs; else
+            after it.
         hides_gathers: under ZeRO 1 and 2 parameters are gathered beside forward of a step's first micro-batches; else
             before it.
         bucket_weights: number of weights of a bucket of gradients or parameters, or 1/40 of it for each data rank if
@@ -93,7 +93,6 @@ class Software:
 
     name: str = "workbench"
     has_master_weights: bool = False
-    hides_gradients: bool = True
     hides_gradients_of_pipelines: bool = False
     hides_gathers: bool = False
     bucket_weights: int = 0
@@ -150,7 +149,6 @@ def megatron(year: int, recompute: str = "full") -> Software:
     return Software(
         name=f"megatron-{year}",
         has_master_weights=True,
-        hides_gradients=True,
         hides_gradients_of_pipelines=year >= 2023,
         hides_gathers=year >= 2024,
         bucket_weights=40_000_000 if year >= 2024 else 0,
