@@ -156,7 +156,7 @@ def simulate(
     """
     given = {"hardware": hardware, "gpus": gpus, "batch_size": batch_size, **sizes}
     given = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in given.items()}
-    swept = tuple(name for name, value in given.items() if _is_listed(value))
+    swept = tuple(name for name, value in given.items() if isinstance(value, Sequence) and not isinstance(value, str))
     empty = [name for name in swept if not len(given[name])]
     if empty:
         raise StrategyError(
@@ -168,10 +168,6 @@ def simulate(
     if len(points) == 1 and points[0].error:
         raise StrategyError(points[0].error)
     return Sweep(points, swept)
-
-
-def _is_listed(value: Any) -> bool:
-    return isinstance(value, Sequence | range) and not isinstance(value, str)
 
 
 @dataclass(frozen=True)
