@@ -10,13 +10,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from workbench.core.boxing import LinkCost
 from workbench.errors import CollectiveAborted
-from workbench.transport.base import ACCUMULATED_IN_32_BITS, PeerTensor, Transport, pack
+from workbench.transport.base import PeerTensor, Transport, pack
+from workbench.transport.reduction import reduce_into
 
 _ANSWER_S = 5.0
 """Limit of a wait after all ranks have ended: ranks of a later ``run_ranks`` may still answer for the same tensor."""
@@ -164,13 +165,15 @@ class ThreadTransport(Transport):
         return finish
 
     def _receive(self, source: int, out: torch.Tensor, tag: int, header: str) -> None:
-        message = self.hub.take(self.rank, _Wait(source, tag, header))
-        if message.header != header:
+        sent, called = self.hub.take(self.rank, _Wait(source, tag, header))
+        if (called, sent.nbytes, sent.dtype) != (header, out.nbytes, out.dtype):
             self.hub.abort(
-                f"ranks diverged: rank {self.rank} called {header} while rank {source} called {message.header}"
+                f"ranks diverged: rank {self.rank} called {header} and expects {out.nbytes} bytes of {out.dtype} while "
+                f"rank {source} called {called} and sent {sent.nbytes} of {sent.dtype}. All ranks must run the same "
+                "program."
             )
             raise CollectiveAborted(self.hub.abort_reason or "ranks diverged")
-        out.copy_(message.tensor)
+        out.copy_(sent)
 
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
@@ -178,13 +181,10 @@ class ThreadTransport(Transport):
         own = pack(tensors)
         terms = {rank: torch.empty_like(own) for rank in group if rank != self.rank}
         self.exchange([(rank, own) for rank in terms], list(terms.items()), tag, header)
-        terms[self.rank] = own
-        combine: Any = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[reduction]
-        widens = reduction == "sum" and own.dtype in ACCUMULATED_IN_32_BITS
-        total = terms[group[0]].float() if widens else terms[group[0]].clone()
-        for rank in group[1:]:  # in the order of the placement on every rank: the same bits everywhere
-            combine(total, terms[rank], out=total)
-        return lambda: total.to(own.dtype)
+        terms[self.rank], total = own, torch.empty_like(own)
+        # In the order of the placement on every rank: the same bits everywhere
+        reduce_into([terms[rank] for rank in group], total, reduction)
+        return lambda: total
 
     def abort(self, reason: str) -> None:
         self.hub.abort(reason)
