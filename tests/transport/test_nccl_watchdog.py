@@ -314,6 +314,31 @@ def test_a_missing_rank_is_named_with_its_last_call():
     assert isinstance(results[0], CollectiveAborted) and "barrier" in str(results[0]) and "0.2 s" in str(results[0])
 
 
+def test_a_channel_that_a_rank_does_not_open_ends_with_both_calls():
+    def program(transport, rank):
+        if rank == 0:
+            transport.open_channel(", stage 0 -> 2", [])
+        transport.all_gather(torch.zeros(1), "barrier")
+
+    started = time.monotonic()
+    results, _ = run_played(program, 2, finds_stalls=False)
+    assert time.monotonic() - started < PROMPT_S
+    assert all(isinstance(result, CollectiveAborted) for result in results)
+    text = " ".join(map(str, results))
+    assert "ranks diverged: call 2 of group [0, 1]" in text and "open channel, stage 0 -> 2" in text
+    assert "barrier" in text
+
+
+def test_a_group_that_a_rank_does_not_make_ends_with_the_call_that_needs_it():
+    def program(transport, rank):
+        if rank == 0:
+            transport.all_reduce(torch.ones(1), [0, 1], "sum", 0, "the loss")
+        time.sleep(0.6)
+
+    results, _ = run_played(program, 3, timeout_s=0.2, finds_stalls=False)
+    assert isinstance(results[0], CollectiveAborted) and "the loss" in str(results[0]) and "0.2 s" in str(results[0])
+
+
 def test_torchs_watchdog_comes_later_and_leaves_the_process_alive(monkeypatch, caplog):
     limits_s, options, environment = {}, set(), {"TORCH_NCCL_ENABLE_MONITORING": "1"}
     monkeypatch.setattr(os, "environ", environment)

@@ -74,19 +74,27 @@ class Rendezvous:
         numbers = itertools.count()
 
         def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-            name = f"gather/{next(numbers)}"
-            self.store.set(f"{name}/{rank}", bytes(tensor.tolist()).hex())
-            keys = [f"{name}/{peer}" for peer in range(len(self.members))]
-            _wait_for_all(self.store, keys, f"rank {rank} of {len(keys)} in init()", timeout_s)
-            return [torch.tensor([*bytes.fromhex(self.store.get(key).decode())], dtype=torch.uint8) for key in keys]
+            own, ranks = bytes(tensor.tolist()).hex(), range(len(self.members))
+            texts = self.gather(f"init(), part {next(numbers)}", rank, ranks, own, timeout_s)
+            return [torch.tensor([*bytes.fromhex(text)], dtype=torch.uint8) for text in texts]
 
         return gather
 
-    def gather(self, name: str, rank: int, ranks: Sequence[int], text: str, timeout_s: float) -> list[str]:
-        """The texts of ``ranks``, each of which calls this with its own; a name serves once."""
+    def gather(
+        self,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        text: str,
+        timeout_s: float,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[str]:
+        """The texts of ``ranks``, each of which calls this with its own; a name serves once. ``meanwhile`` is called
+        again and again, and may raise to end the wait.
+        """
         self.store.set(f"{name}/{rank}", text)
         keys = [f"{name}/{peer}" for peer in ranks]
-        _wait_for_all(self.store, keys, f"rank {rank} in {name}", timeout_s)
+        _wait_for_all(self.store, keys, f"rank {rank} in {name}", timeout_s, meanwhile)
         return [self.store.get(key).decode() for key in keys]
 
     def sub_store(self, name: str) -> Store:

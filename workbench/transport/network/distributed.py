@@ -82,12 +82,19 @@ class DistributedTransport(Transport):
         """Make communicators; the first call on each waits for the peer's."""
         if name in self._channels:
             return
-        self._channels[name] = dist.new_group(list(range(self.world_size)), timeout=self._torch_timeout)
+        header, everyone = f"open channel{name}", range(self.world_size)
+
+        def make() -> None:
+            self._meet(f"channel{name}", everyone, "", header)
+            self._channels[name] = dist.new_group(list(everyone), timeout=self._torch_timeout)
+
+        with self._calling(header):
+            self._watchdog.call(make, header, [nccl_watchdog.group_channel(everyone)], everyone)
         with self.in_channel(name):
             for source, destination in pairs:
                 first = torch.zeros(1, device=self.device)
                 sends = [(destination, first)] if source == self.rank else []
-                self.exchange(sends, [(source, first)] if destination == self.rank else [], 0, f"open channel {name}")
+                self.exchange(sends, [(source, first)] if destination == self.rank else [], 0, header)
 
     @contextmanager
     def in_channel(self, name: str) -> Iterator[None]:
@@ -187,7 +194,7 @@ class DistributedTransport(Transport):
 
     def _start_collective(self, call: Callable[..., Any], group: Sequence[int], header: str) -> Callable[[], None]:
         def start() -> Any:
-            return call(group=self._group(tuple(group)), async_op=True)
+            return call(group=self._group(tuple(group), header), async_op=True)
 
         with self._calling(header):
             pending = self._watchdog.call(start, header, [nccl_watchdog.group_channel(group)], group)
@@ -225,7 +232,7 @@ class DistributedTransport(Transport):
             self._watchdog.end(HAS_LEFT if self._abort_reason is None else f"gave up: {self._abort_reason}")
             self._watchdog.close()
 
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def _group(self, ranks: tuple[int, ...], header: str) -> dist.ProcessGroup | None:
         """The process group of ``ranks``. Its members alone create it, so stages may create groups in any order.
 
         torch names it by how many groups the process has, and members with unlike names would wait for each other: the
@@ -233,12 +240,16 @@ class DistributedTransport(Transport):
         """
         key = tuple(sorted(ranks))
         if key not in self._groups:
-            own = str(count_groups())
-            num_groups = map(int, self._rendezvous.gather(f"group {key}", self.rank, key, own, self.timeout_s))
+            num_groups = map(int, self._meet(f"group {key}", key, str(count_groups()), header))
             for members in [[self.rank]] * (max(num_groups) - count_groups()) + [list(key)]:
                 group = dist.new_group(members, timeout=self._torch_timeout, use_local_synchronization=True)
             self._groups[key] = group
         return self._groups[key]
+
+    def _meet(self, name: str, ranks: Sequence[int], text: str, header: str) -> list[str]:
+        """The texts of ranks that make a group next. Nothing ends torch's own wait for them; an abort ends this one."""
+        last_s = self._torch_timeout.total_seconds()
+        return self._rendezvous.gather(name, self.rank, ranks, text, last_s, lambda: self._raise_if_aborted(header))
 
     def _wait(self, calls: Sequence[Pending], header: str) -> None:
         """Order the current stream after the calls, without blocking this thread. An abort ends calls without data.

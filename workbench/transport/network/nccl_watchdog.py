@@ -140,8 +140,12 @@ class NcclWatchdog:
         self._thread: threading.Thread | None = None
         self._how = ""
 
-    def call(self, function: Callable[[], Work], header: str, channels: Sequence[str], ranks: Sequence[int]) -> Pending:
-        """Make a call of this rank on these channels, together with ``ranks``; it is recorded before it is made."""
+    def call(
+        self, function: Callable[[], Work | None], header: str, channels: Sequence[str], ranks: Sequence[int]
+    ) -> Pending:
+        """Make a call of this rank on these channels, together with ``ranks``; it is recorded before it is made. One
+        that returns None has ended then.
+        """
         with suppress(RuntimeError):  # the thread reports it
             self._drop_ended()
         numbers = []
@@ -158,7 +162,8 @@ class NcclWatchdog:
             self._thread = threading.Thread(target=self._watch, name="workbench-calls", daemon=True)
             self._thread.start()
         try:
-            pending.works = (function(),)
+            work = function()
+            pending.works = () if work is None else (work,)
         finally:
             if pending.works is None:  # it failed: no hang of this rank, and peers must not take it for made
                 with self._lock:
