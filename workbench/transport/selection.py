@@ -17,7 +17,13 @@ from workbench.errors import WorldError
 from workbench.transport.base import Transport
 from workbench.transport.ipc.connect import DEVICE_TYPES
 from workbench.transport.ipc.connect import connect as connect_devices
-from workbench.transport.messaging.connect import GatherBytes, all_gather_json, make_control_page, open_links
+from workbench.transport.messaging.connect import (
+    GatherBytes,
+    PageAddress,
+    all_gather_json,
+    make_control_page,
+    open_links,
+)
 from workbench.transport.messaging.control_page import ControlPage
 from workbench.transport.messaging.semaphores import load
 from workbench.transport.messaging.shared_memory import SharedMemory
@@ -40,12 +46,12 @@ _has_failed = False
 class _Offer:
     """What a rank publishes: the address of its control page, or the reason why it cannot share memory."""
 
-    host: str = ""
-    pid: int = 0
-    file: int = 0
-    token: int = 0
-    refusal: str = ""
-    wanted: str = "auto"
+    host: str
+    pid: int
+    file: int
+    token: int
+    refusal: str
+    wanted: str
 
 
 @dataclass(frozen=True)
@@ -261,7 +267,7 @@ def why_not_shared() -> str:
     """The reason why ranks of this host would not share memory; empty if they would."""
     if requested_by_environment() == "gloo":
         return f"{VARIABLE}=gloo"
-    made, refusal = _make(0, 2)
+    made, refusal = make_control_page(0, 2, FIRST_CHUNK_BYTES)
     for memory in (made[0].memory, made[1]) if made else ():
         memory.close()
     return refusal
@@ -287,9 +293,12 @@ def connect(
     Either all ranks of a host share memory or none does: one refusal is enough.
     """
     wanted = requested_by_environment()
-    made, refusal = (None, f"{VARIABLE}=gloo") if wanted == "gloo" else _make(rank, world_size)
+    made, refusal = (
+        (None, f"{VARIABLE}=gloo") if wanted == "gloo" else make_control_page(rank, world_size, FIRST_CHUNK_BYTES)
+    )
     file, token = (made[0].memory.file, made[0].token) if made else (0, 0)
-    offers = _all_gather_offers(gather, _Offer(_host(), os.getpid(), file, token, refusal, wanted))
+    offer = _Offer(host_name(), os.getpid(), file, token, refusal, wanted)
+    offers = [_Offer(**fields) for fields in all_gather_json(gather, asdict(offer))]
     refusals = {peer: offer.refusal for peer, offer in enumerate(offers) if offer.refusal}
     near = {peer: offer for peer, offer in enumerate(offers) if offer.host == offers[rank].host}
     may_share = all(offer.wanted != "gloo" for offer in offers) and not refusals.keys() & near.keys()
@@ -300,8 +309,8 @@ def connect(
             transport = _open_all(made, near, rank, world_size, timeout_s)
         except (OSError, WorldError) as error:
             refusal = f"cannot open the others' memory: {error}"
-    verdicts = _all_gather_offers(gather, _Offer(refusal=refusal))
-    refusals |= {peer: verdict.refusal for peer, verdict in enumerate(verdicts) if verdict.refusal}
+    verdicts = all_gather_json(gather, {"refusal": refusal})
+    refusals |= {peer: verdict["refusal"] for peer, verdict in enumerate(verdicts) if verdict["refusal"]}
     if transport is not None and refusals.keys() & near.keys():
         transport.close()
         return None, refusals, offers
@@ -311,25 +320,12 @@ def connect(
     return transport, refusals, offers
 
 
-def _make(rank: int, world_size: int) -> tuple[tuple[ControlPage, SharedMemory] | None, str]:
-    """This rank's control page and first chunk, or None and the reason."""
-    return make_control_page(rank, world_size, FIRST_CHUNK_BYTES)
-
-
 def _open_all(
     made: tuple[ControlPage, SharedMemory], offers: dict[int, _Offer], rank: int, world_size: int, timeout_s: float
 ) -> SharedTransport:
     page, first_chunk = made
-    links = open_links(page, offers, rank, world_size)
+    addresses = {peer: PageAddress(offer.pid, offer.file, offer.token) for peer, offer in offers.items()}
+    links = open_links(page, addresses, rank, world_size)
     semaphores = load()
     assert semaphores is not None
     return SharedTransport(rank, page, links, first_chunk, semaphores, timeout_s)
-
-
-def _all_gather_offers(gather: GatherBytes, offer: _Offer) -> list[_Offer]:
-    """All-gather the offers of all ranks."""
-    return [_Offer(**fields) for fields in all_gather_json(gather, asdict(offer))]
-
-
-def _host() -> str:
-    return host_name()

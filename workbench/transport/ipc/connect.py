@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,7 +22,13 @@ from workbench.transport.ipc.handles import HANDLE_TABLE_BYTES, NUM_EVENTS, ON_D
 from workbench.transport.ipc.pool import FIRST_CHUNK_BYTES, PeerMemory, Pool, free_deferred
 from workbench.transport.ipc.transfers import Peer, Transfers
 from workbench.transport.ipc.transport import IpcTransport
-from workbench.transport.messaging.connect import GatherBytes, all_gather_json, make_control_page, open_links
+from workbench.transport.messaging.connect import (
+    GatherBytes,
+    PageAddress,
+    all_gather_json,
+    make_control_page,
+    open_links,
+)
 from workbench.transport.messaging.control_page import ControlPage
 from workbench.transport.messaging.link import Link
 from workbench.transport.messaging.semaphores import load
@@ -32,12 +38,6 @@ DEVICE_TYPES: dict[str, Callable[[torch.device], Device]] = {"cuda": CudaDevice}
 """The ``Device`` class, by type of the torch device."""
 _PATTERN_BYTES = 4096
 _EVENT_S = 5.0
-
-
-class _PageAddress(NamedTuple):
-    pid: int
-    file: int
-    token: int
 
 
 @dataclass
@@ -59,10 +59,10 @@ def connect(gather: GatherBytes, rank: int, world_size: int, timeout_s: float, d
     """Connect the ranks of a world, which all run on one host, each on a device of ``DEVICE_TYPES``."""
     free_deferred()
     made, refusal = _make(rank, world_size, device)
-    mine = made.address if made is not None else _PageAddress(0, 0, 0)
+    mine = made.address if made is not None else PageAddress(0, 0, 0)
     replies = all_gather_json(gather, {"pid": mine.pid, "file": mine.file, "token": mine.token, "refusal": refusal})
     refusals = {peer: found["refusal"] for peer, found in enumerate(replies) if found["refusal"]}
-    addresses = {peer: _PageAddress(found["pid"], found["file"], found["token"]) for peer, found in enumerate(replies)}
+    addresses = {peer: PageAddress(found["pid"], found["file"], found["token"]) for peer, found in enumerate(replies)}
     attempt = _Attempt(made, addresses, rank, world_size) if made is not None and not refusals else None
     replies = all_gather_json(gather, attempt.try_all(ON_DEVICE) if attempt else {"refusal": "", "without_events": []})
     refusals |= {peer: found["refusal"] for peer, found in enumerate(replies) if found["refusal"]}
@@ -97,7 +97,7 @@ class _LocalState:
     handle_table: HandleTable
     pool: Pool
     events: LocalEvents
-    address: _PageAddress
+    address: PageAddress
 
     def close(self, peers: Mapping[int, HandleTable], processes: PeerProcesses) -> None:
         """Free everything, as soon as ``peers`` have closed their parts of it."""
@@ -126,7 +126,7 @@ def _make(rank: int, world_size: int, torch_device: torch.device) -> tuple[_Loca
         for memory in (page.memory, first):
             memory.close()
         return None, first_line(error)
-    return _LocalState(page, handle_table, pool, events, _PageAddress(os.getpid(), page.memory.file, page.token)), ""
+    return _LocalState(page, handle_table, pool, events, PageAddress(os.getpid(), page.memory.file, page.token)), ""
 
 
 def _make_events(device: Device, handle_table: HandleTable) -> LocalEvents:
@@ -153,7 +153,7 @@ def _pattern(token: int, device: Device) -> torch.Tensor:
 class _Attempt:
     """A rank that has opened its peers' control pages and tests which memory it can read."""
 
-    def __init__(self, made: _LocalState, addresses: dict[int, _PageAddress], rank: int, world_size: int) -> None:
+    def __init__(self, made: _LocalState, addresses: dict[int, PageAddress], rank: int, world_size: int) -> None:
         self.made, self.addresses, self.rank = made, addresses, rank
         self.links: dict[int, Link] = {}
         self.opened: dict[int, PeerMemory] = {}

@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,15 +21,12 @@ GatherBytes = Callable[[torch.Tensor], list[torch.Tensor]]
 _JSON_BYTES = 1024
 
 
-class PageAddress(Protocol):
+class PageAddress(NamedTuple):
     """Address of a rank's control page: a file of its process, and the token on the page."""
 
-    @property
-    def pid(self) -> int: ...
-    @property
-    def file(self) -> int: ...
-    @property
-    def token(self) -> int: ...
+    pid: int
+    file: int
+    token: int
 
 
 def make_control_page(
