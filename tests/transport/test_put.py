@@ -74,7 +74,7 @@ def test_rows_arrive_from_any_memory(monkeypatch, shape, dtype, block_bytes):
     def program(world):
         ways = [
             torch.clone,
-            lambda local: world.transport.empty(local.shape, local.dtype).copy_(local),
+            lambda local: world.transport._segment.empty(local.shape, local.dtype).copy_(local),
             lambda local: local.t().contiguous().t(),
             lambda local: torch.stack([local, local], -1)[..., 0],
             lambda local: local.conj().resolve_conj().conj() if dtype.is_complex else local.clone(),

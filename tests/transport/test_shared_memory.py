@@ -207,7 +207,7 @@ def test_a_tensor_in_the_segment_owns_its_block_until_its_last_view_dies():
     def program(transport, rank):
         shape, segment = (300, 1000), transport._segment
         for dtype in FLOATS + OTHERS:
-            tensor = transport.empty(shape, dtype)
+            tensor = transport._segment.empty(shape, dtype)
             assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
             assert not tensor._is_view()
             assert tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -215,7 +215,7 @@ def test_a_tensor_in_the_segment_owns_its_block_until_its_last_view_dies():
             assert segment.locate(tensor, tensor.nbytes) is not None
             row = tensor[7]
             del tensor
-            other = transport.empty(shape, dtype).zero_()  # lies elsewhere
+            other = transport._segment.empty(shape, dtype).zero_()  # lies elsewhere
             assert row.equal(values(rank, 300_000, dtype).view(shape)[7])
             del row, other
         return segment.idle_bytes, [chunk.size for chunk in segment.chunks]

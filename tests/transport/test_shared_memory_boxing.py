@@ -52,9 +52,9 @@ def shard(whole, layout, rank):
 def lying(world, local, where):
     """The same values in the segment, outside of it, with other strides, or as part of a larger tensor."""
     if where == "segment":
-        return world.transport.empty(local.shape, local.dtype).copy_(local)
+        return world.transport._segment.empty(local.shape, local.dtype).copy_(local)
     if where == "part":  # rows in the middle of a tensor in the segment
-        whole = world.transport.empty((local.shape[0] + 2, *local.shape[1:]), local.dtype)
+        whole = world.transport._segment.empty((local.shape[0] + 2, *local.shape[1:]), local.dtype)
         whole[1:-1] = local
         return whole[1:-1]
     if where == "transposed":
@@ -116,7 +116,7 @@ def overwriting(num_rounds, sizes):
         before, after = Layout.of(placement, source), Layout.of(placement, target)
         local_shape = before.local_shape(shape, rank)
         in_segment = chance.random() < 0.7
-        local = world.transport.empty(local_shape, torch.float32) if in_segment else torch.empty(local_shape)
+        local = world.transport._segment.empty(local_shape, torch.float32) if in_segment else torch.empty(local_shape)
         num_in_place += in_segment and local.nbytes >= segment.MIN_IN_PLACE_BYTES
         x = _label(world, local, before, shape)
         for step in range(3):
@@ -153,25 +153,25 @@ def test_many_writes_right_after_boxings_never_reach_a_peer():
 def test_a_block_is_free_after_the_last_view_of_its_tensor():
     def program(transport, rank):
         allocator = transport._segment.allocators[0]
-        one = transport.empty((200, 100), torch.float32)
+        one = transport._segment.empty((200, 100), torch.float32)
         address, view = one.data_ptr(), one[150:].view(-1)
         del one
-        assert transport.empty((200, 100), torch.float32).data_ptr() != address and view.shape == (5000,)
+        assert transport._segment.empty((200, 100), torch.float32).data_ptr() != address and view.shape == (5000,)
         del view
-        again = transport.empty((200, 100), torch.float32)
+        again = transport._segment.empty((200, 100), torch.float32)
         assert again.data_ptr() == address and not again._is_view()
         weight = again.requires_grad_()
         loss = (weight * weight).sum()  # autograd holds it
         del again, weight
-        assert transport.empty((200, 100), torch.float32).data_ptr() != address
+        assert transport._segment.empty((200, 100), torch.float32).data_ptr() != address
         del loss
         gc.collect()
-        held = [transport.empty((3000, 1000), torch.float32) for _ in range(4)]
+        held = [transport._segment.empty((3000, 1000), torch.float32) for _ in range(4)]
         assert len(transport._segment.chunks) > 1
         dropping = threading.Thread(target=held.clear)
         dropping.start()
         dropping.join(5)
-        transport.empty((10000,), torch.float32)
+        transport._segment.empty((10000,), torch.float32)
         transport._segment._find_room(1).release()
         return allocator.is_empty and all(a.is_empty for a in transport._segment.allocators)
 
@@ -180,7 +180,7 @@ def test_a_block_is_free_after_the_last_view_of_its_tensor():
 
 def test_tensors_outlive_their_world_and_can_be_copied_and_saved():
     def program(transport, rank):
-        tensor = transport.empty((200, 100), torch.float32).fill_(rank)
+        tensor = transport._segment.empty((200, 100), torch.float32).fill_(rank)
         transport.close()
         tensor += 1
         saved = io.BytesIO()
@@ -234,21 +234,21 @@ def test_memory_of_a_large_tensor_is_returned_to_the_system(monkeypatch):
 
         def use(number):
             for _ in range(number):
-                transport.empty((20000,), torch.float32)
+                transport._segment.empty((20000,), torch.float32)
 
         use(1)
-        small, large = num_bytes(), transport.empty((30_000_000,), torch.float32).fill_(1)
+        small, large = num_bytes(), transport._segment.empty((30_000_000,), torch.float32).fill_(1)
         use(3 * segment._IDLE_ALLOCATIONS)
         held = num_bytes()
         del large
         use(3 * segment._IDLE_ALLOCATIONS)
         after = num_bytes()
-        again = transport.empty((30_000_000,), torch.float32).fill_(2)
+        again = transport._segment.empty((30_000_000,), torch.float32).fill_(2)
         total, chunks = float(again.sum()), len(transport._segment.chunks)
         del again
         use(3 * segment._IDLE_ALLOCATIONS)
         monkeypatch.setattr(shared_memory, "available_bytes", lambda: 2**20)
-        ordinary = transport.empty((30_000_000,), torch.float32)
+        ordinary = transport._segment.empty((30_000_000,), torch.float32)
         where = transport._segment.locate(ordinary, ordinary.nbytes)
         return small == after, held - small, total, chunks, where
 
@@ -298,7 +298,7 @@ def test_an_abort_ends_the_wait_for_readers():
     has_ended = threading.Event()
 
     def program(transport, rank):
-        local = transport.empty((100, 1000), torch.float32)
+        local = transport._segment.empty((100, 1000), torch.float32)
         if rank == 0:
             buffer = InPlaceBuffer(*transport._segment.locate(local, local.nbytes))
             transport._links[1].send(0, buffer, local.nbytes, b"a boxing")
@@ -316,7 +316,7 @@ def test_a_deadlock_over_messages_and_acks_is_found():
     def program(transport, rank):
         out = torch.empty(3)
         if rank == 0:
-            local = transport.empty((100, 1000), torch.float32)
+            local = transport._segment.empty((100, 1000), torch.float32)
             buffer = InPlaceBuffer(*transport._segment.locate(local, local.nbytes))
             transport._links[1].send(0, buffer, local.nbytes, b"all-gather")
             transport._endpoint.wait_for_acks(buffer, [1], b"all-gather")

@@ -15,7 +15,7 @@ from workbench.transport.messaging.endpoint import Endpoint
 from workbench.transport.messaging.link import Block, InPlaceBuffer, Message
 from workbench.transport.messaging.shared_memory import contiguous_strides
 from workbench.transport.messaging.strided_copy import copy_strided, strided_copy
-from workbench.transport.messaging.transfer_plan import OutputSlice, StridedSlice, TransferPlan
+from workbench.transport.messaging.transfer_plan import OutputSlice, Read, StridedSlice, TransferPlan
 from workbench.transport.reduction import reduce_into
 from workbench.transport.shared.segment import MIN_IN_PLACE_BYTES, Segment, is_byte_copyable
 
@@ -89,16 +89,7 @@ def _concat(
     endpoint: Endpoint, plan: TransferPlan, local: torch.Tensor, tag: int, header: bytes, out: torch.Tensor
 ) -> None:
     """Interleave the rows of all shards: each source is read, and the new shard written, from start to end."""
-    messages: list[tuple[int, Message]] = []
-    slices: list[torch.Tensor] = []
-    for output in plan.outputs:
-        read = output.reads[0]
-        if read.source == endpoint.rank:
-            slices.append(_slice(local, read.region))
-            continue
-        message = endpoint.receive(read.source, tag, header, read.shard_bytes, read.slice.num_bytes)
-        messages.append((read.source, message))
-        slices.append(endpoint.slice_view(read, message, plan.dtype))
+    slices, messages = _receive(endpoint, plan, local, tag, header, [output.reads[0] for output in plan.outputs])
     assert plan.concat_dim is not None
     torch.cat([slices[index] for index in plan.concat_order], plan.concat_dim, out=out)
     _acknowledge(endpoint, messages)
@@ -143,19 +134,26 @@ def _reduce(
     output: OutputSlice,
     out: torch.Tensor,
 ) -> None:
-    assert plan.reduction is not None
-    messages: list[tuple[int, Message]] = []
-    terms: list[torch.Tensor] = []
-    for read in output.reads:
-        if read.source == endpoint.rank:
-            terms.append(_slice(local, read.region))
-            continue
-        message = endpoint.receive(read.source, tag, header, read.shard_bytes, read.slice.num_bytes)
-        messages.append((read.source, message))
-        terms.append(endpoint.slice_view(read, message, plan.dtype))
+    terms, messages = _receive(endpoint, plan, local, tag, header, output.reads)
     target = out if output.slice.num_bytes == plan.out_bytes else _view(out, output.slice)
     reduce_into(terms, target, plan.reduction)
     _acknowledge(endpoint, messages)
+
+
+def _receive(
+    endpoint: Endpoint, plan: TransferPlan, local: torch.Tensor, tag: int, header: bytes, reads: Sequence[Read]
+) -> tuple[list[torch.Tensor], list[tuple[int, Message]]]:
+    """Views of the slices, of this rank's shard and of its peers', and the messages of these."""
+    messages: list[tuple[int, Message]] = []
+    slices: list[torch.Tensor] = []
+    for read in reads:
+        if read.source == endpoint.rank:
+            slices.append(_slice(local, read.region))
+            continue
+        message = endpoint.receive(read.source, tag, header, read.shard_bytes, read.slice.num_bytes)
+        messages.append((read.source, message))
+        slices.append(endpoint.slice_view(read, message, plan.dtype))
+    return slices, messages
 
 
 def _acknowledge(endpoint: Endpoint, messages: Sequence[tuple[int, Message]]) -> None:

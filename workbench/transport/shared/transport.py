@@ -131,10 +131,6 @@ class SharedTransport(MessageTransport, Transport):
             return persistent.run(local, tag << 1, text)
         return get(self._segment, self._endpoint, plan, local, tag << 1, text)
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that peers can read in place, if there is room for it; else an ordinary tensor."""
-        return self._segment.empty(shape, dtype)
-
     @closes_on_error
     def start_shared_all_gather(
         self,
