@@ -39,7 +39,7 @@ def check_table(
     ['deadlock: rank 0 waits at 0F1, rank 1 waits at 1B0']
     """
     edges = along_stages(num_stages) if edges is None else edges
-    listed = [action for actions in table for action in actions]
+    listed = Counter(action for actions in table for action in actions)
     split = {(action.stage, action.micro_batch) for action in listed if action.kind in "IW"}
     wanted = {
         Action(stage, kind, m)
@@ -47,11 +47,7 @@ def check_table(
         for m in range(num_micro_batches)
         for kind in ("FIW" if (stage, m) in split else "FB")
     }
-    problems = [
-        f"{action} stands {listed.count(action)} times"
-        for action in sorted(set(listed), key=str)
-        if listed.count(action) > 1
-    ]
+    problems = [f"{action} stands {listed[action]} times" for action in sorted(listed, key=str) if listed[action] > 1]
     problems += [f"{action} is missing" for action in sorted(wanted - set(listed), key=str)]
     problems += [
         f"{action} is not of {num_stages} stages and {num_micro_batches} micro-batches"
