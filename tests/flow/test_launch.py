@@ -14,6 +14,7 @@ from torch import nn
 from tests.flow.running import source_of
 from tests.flow.test_graph import plain_losses
 from tests.timeouts import PROGRAM_TIMEOUT_S
+from workbench.flow import world_join
 from workbench.flow.launch import arguments_for_torchrun
 
 ROOT = Path(__file__).parents[2]
@@ -68,3 +69,12 @@ def test_options_of_several_machines_are_handed_over():
         "--nproc-per-node=4", "--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=29600",
         "prog.py", "-x",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_a_program_joins_the_world_of_any_launcher(variable, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv(variable, "2")
+    monkeypatch.setattr(world_join, "joined", lambda: None)
+    monkeypatch.setattr(world_join, "init", lambda: "joined")
+    assert world_join.join() == "joined"

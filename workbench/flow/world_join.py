@@ -9,6 +9,7 @@ import os
 from workbench.tensors import world as worlds
 from workbench.tensors.world import World, current, init, joined
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
+from workbench.transport.launchers import launcher_value
 
 
 def join() -> World:
@@ -16,7 +17,7 @@ def join() -> World:
 
     All ranks call this, because they run the same program. A process without a launcher is a world of one rank.
     """
-    if joined() is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if joined() is None and launcher_value("world_size", 1) > 1:
         return init()
     return current()
 
@@ -27,7 +28,7 @@ def join_if_launched() -> None:
     Modules of eager programs call it at their import, because a program must not make weights before the ranks have
     joined. From then on all ranks use one rank's random numbers, so that their modules are equal.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launcher_value("world_size", 1) > 1:
         join()
 
 
