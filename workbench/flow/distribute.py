@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from workbench.core.sbp import Broadcast, Split
-from workbench.errors import SbpError
+from workbench.core import sbp
+from workbench.core.sbp import Split, broadcast
 
 __all__ = ["auto", "broadcast", "split"]
 
@@ -17,14 +17,7 @@ def split(axis: int) -> Split:
     >>> split(axis=0)
     S(0)
     """
-    if not isinstance(axis, int) or isinstance(axis, bool):
-        raise SbpError(f"distribute.split(axis={axis!r}): the axis is a whole number, e.g. split(axis=0).")
-    return Split(axis)
-
-
-def broadcast() -> Broadcast:
-    """Every device holds the whole variable."""
-    return Broadcast()
+    return sbp.split(axis)
 
 
 def auto() -> None:

@@ -41,10 +41,7 @@ class LocalTensor(torch.Tensor):
         join()
         return entry.to_global(self.as_subclass(torch.Tensor), placement, sbp, broadcast_from=broadcast_from)
 
-    def to_consistent(self, placement: Placement | None = None, sbp: Any = None) -> GlobalTensor:
-        """The older spelling of ``to_global``."""
-        old_spellings.warn_old_spelling("to_consistent(placement, sbp)", "to_global(placement=placement, sbp=sbp)")
-        return self.to_global(placement, sbp)
+    to_consistent = old_spellings.to_consistent
 
     def to_local(self) -> LocalTensor:
         """This tensor itself."""

@@ -10,13 +10,14 @@ import torch
 from workbench.flow.jobs.context import in_scope
 
 
-def _named(function: Callable[..., Any]) -> Callable[..., Any]:
+def _named(own: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with an additional argument ``name``, which programs give and which has no effect."""
 
     def run(*args: Any, name: str | None = None) -> Any:
         return function(*args)
 
-    run.__name__, run.__doc__ = function.__name__, f"``torch.{function.__name__}``."
+    run.__name__ = run.__qualname__ = own  # by which it is pickled
+    run.__doc__ = f"``torch.{function.__name__}``."
     return in_scope(run)
 
 
@@ -64,7 +65,7 @@ def argmax(input: Any, axis: int = -1, name: str | None = None) -> Any:
 def __getattr__(name: str) -> Any:
     if name not in _POINTWISE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = _named(_POINTWISE[name])
+    value = globals()[name] = _named(name, _POINTWISE[name])
     return value
 
 

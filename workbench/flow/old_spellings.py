@@ -27,11 +27,11 @@ def missing_layout(function: str, shape: Sequence[int], placement: Any, sbp: Any
     )
 
 
-def _to_consistent(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any = None) -> GlobalTensor:
-    """The older spelling of ``to_global``."""
+def to_consistent(made: Any, placement: Placement | None = None, sbp: Any = None) -> Any:
+    """The older spelling of ``to_global``: a method of tensors and modules."""
     warn_old_spelling("to_consistent(placement, sbp)", "to_global(placement=placement, sbp=sbp)")
-    return tensor.to_global(placement, sbp)
+    return made.to_global(placement, sbp)
 
 
-GlobalTensor.to_consistent = _to_consistent  # type: ignore[attr-defined]
+GlobalTensor.to_consistent = to_consistent  # type: ignore[attr-defined]
 GlobalTensor.is_global, GlobalTensor.is_local = True, False  # type: ignore[attr-defined]

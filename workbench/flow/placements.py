@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from workbench.core.placement import Placement
 from workbench.errors import PlacementError
 from workbench.flow import devices, old_spellings
@@ -96,13 +98,10 @@ def _folded(ranks: list[int], hierarchy: Any) -> Any:
     if hierarchy is None:
         return ranks
     sizes = tuple(hierarchy)
-    folded: list[Any] = ranks
     count = math.prod(sizes)
     if count != len(ranks):
         raise PlacementError(
             f"placement: hierarchy {sizes} has {count} places for {len(ranks)} ranks. Each rank has one place: give "
             "ranks as nested lists instead, e.g. ranks=[[0, 1], [2, 3]]."
         )
-    for size in reversed(sizes[1:]):
-        folded = [folded[start : start + size] for start in range(0, len(folded), size)]
-    return folded
+    return np.reshape(ranks, sizes).tolist()

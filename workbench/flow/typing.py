@@ -37,7 +37,7 @@ class Placeholder:
         """This placeholder, with ``dtype`` if it has none."""
         if self.dtype is not None:
             return self
-        return _placeholder(self.shape, dtype, self.is_list, "ListNumpy" if self.is_list else "Numpy")
+        return _placeholder(self.shape, dtype, self.is_list)
 
     def check(self, value: Any, where: str) -> Any:
         """``value`` as an array, or as a list of arrays.
@@ -88,8 +88,8 @@ def _describe(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _placeholder(shape: Sequence[int], dtype: torch.dtype | None, is_list: bool, name: str) -> Placeholder:
-    where = f"{name}.Placeholder({shape!r})"
+def _placeholder(shape: Sequence[int], dtype: torch.dtype | None, is_list: bool) -> Placeholder:
+    where = f"{'ListNumpy' if is_list else 'Numpy'}.Placeholder({shape!r})"
     if isinstance(shape, int) or not all(isinstance(size, (int, np.integer)) and size >= 0 for size in shape):
         raise TypeError(f"{where}: a shape is a tuple of whole numbers, e.g. (100, 1, 28, 28), or (100,).")
     if dtype is not None and dtype not in _NUMPY_DTYPES:
@@ -103,29 +103,22 @@ class Numpy:
 
     is_list: ClassVar[bool] = False
 
-    @staticmethod
+    @classmethod
     def Placeholder(  # noqa: N802 - as programs write it
-        shape: Sequence[int], dtype: torch.dtype | None = None
+        cls, shape: Sequence[int], dtype: torch.dtype | None = None
     ) -> Any:
         """An argument of this shape and dtype (default: the job's ``default_data_type``).
 
         >>> Numpy.Placeholder((100,), dtype=torch.int32).shape
         (100,)
         """
-        return _placeholder(shape, dtype, False, "Numpy")
+        return _placeholder(shape, dtype, cls.is_list)
 
 
-class ListNumpy:
-    """One array per device: an argument or a result in the mirrored view."""
+class ListNumpy(Numpy):
+    """One array per device: an argument (its shape is that of one device's array) or a result in the mirrored view."""
 
     is_list: ClassVar[bool] = True
-
-    @staticmethod
-    def Placeholder(  # noqa: N802 - as programs write it
-        shape: Sequence[int], dtype: torch.dtype | None = None
-    ) -> Any:
-        """An argument. ``shape`` is that of one device's array."""
-        return _placeholder(shape, dtype, True, "ListNumpy")
 
 
 class Callback:

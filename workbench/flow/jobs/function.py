@@ -121,7 +121,7 @@ def _placeholders(signature: inspect.Signature, job: str, config: FunctionConfig
         yield name, parameter.annotation.with_default(config.dtype)
 
 
-def _result_types(annotation: Any) -> Iterator[type[Numpy] | type[ListNumpy]]:
+def _result_types(annotation: Any) -> Iterator[type[Numpy]]:
     """Each ``Numpy`` and ``ListNumpy`` in the annotation of the result."""
     if annotation in (Numpy, ListNumpy):
         yield annotation

@@ -9,10 +9,10 @@ from workbench.lazy import lazy_names
 
 _HOMES = {
     "workbench.flow.nn.functions": [
-        "avg_pool2d", "bias_add", "conv2d", "dropout", "leaky_relu", "max_pool2d", "relu", "sigmoid",
-        "sigmoid_cross_entropy_with_logits", "softmax", "softmax_cross_entropy_with_logits",
-        "sparse_softmax_cross_entropy_with_logits",
+        "avg_pool2d", "bias_add", "conv2d", "dropout", "leaky_relu", "max_pool2d", "sigmoid_cross_entropy_with_logits",
+        "softmax", "softmax_cross_entropy_with_logits", "sparse_softmax_cross_entropy_with_logits",
     ],
+    "workbench.flow.math": ["relu", "sigmoid"],
     "workbench.flow.nn.modules": ["Module", "modules="],
     "workbench.flow.nn.graph": ["Graph"],
 }  # fmt: skip

@@ -17,18 +17,6 @@ from workbench.tensors import random
 
 
 @in_scope
-def relu(x: Any, name: str | None = None) -> Any:
-    """``max(x, 0)``."""
-    return torch.relu(x)
-
-
-@in_scope
-def sigmoid(x: Any, name: str | None = None) -> Any:
-    """``1 / (1 + exp(-x))``."""
-    return torch.sigmoid(x)
-
-
-@in_scope
 def leaky_relu(x: Any, alpha: float = 0.2, name: str | None = None) -> Any:
     """``x`` above zero, ``alpha * x`` below."""
     return F.leaky_relu(x, alpha)

@@ -61,10 +61,7 @@ class Module(nn.Module):
                     tensors[name] = made[id(value)][1]
         return self
 
-    def to_consistent(self: Self, placement: Placement | None = None, sbp: Any = None) -> Self:
-        """The older spelling of ``to_global``."""
-        old_spellings.warn_old_spelling("to_consistent(placement, sbp)", "to_global(placement=placement, sbp=sbp)")
-        return self.to_global(placement, sbp)
+    to_consistent = old_spellings.to_consistent
 
     @cached_property  # so that a module may have a ``config`` of its own
     def config(self) -> ModuleConfig:
