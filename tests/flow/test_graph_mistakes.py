@@ -33,6 +33,12 @@ class Reads(Step):
         return loss.item()
 
 
+class ReturnsWeights(Step):
+    def build(self, x, y):
+        super().build(x, y)
+        return self.model.weight
+
+
 def two_stages(first_id, second_id):
     model = flow.nn.Sequential(linear(), flow.nn.Linear(2, 2))
     model[0].config.stage_id, model[1].config.stage_id = first_id, second_id
@@ -78,6 +84,10 @@ def two_stages_in_a_v():
         (
             lambda: Step(m := linear(), sgd_of(m), 2)(data()[0], data()[1][:4]),
             ["different numbers of rows", "(5, 4)", "(4, 2)"],
+        ),
+        (
+            lambda: ReturnsWeights(m := linear(), sgd_of(m), 2)(*data()),
+            ["(2, 4), (2, 4)", "2 micro-batches of [3, 2] samples", "dim 0, which has to count samples"],
         ),
         (backwards_in_1f1b, ["1f1b", "gpipe"]),
         (two_stages_in_a_v, ["dualpipe_v", "2 stages on each rank", "Use 1f1b"]),

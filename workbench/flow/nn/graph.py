@@ -32,7 +32,8 @@ class Graph(ABC):
     With an optimizer a call trains. It cuts the batch into the micro-batches of
     ``config.set_gradient_accumulation_steps`` and runs ``build``, which calls ``loss.backward()``, on each. The
     gradients are those of the mean loss. The optimizers step once, then the gradients are dropped. The call returns the
-    results of ``build`` without history: scalars as means over the samples, tensors joined along dim 0.
+    results of ``build`` without history: scalars as means over the samples, tensors joined along dim 0, which counts
+    samples.
 
     Without an optimizer a call evaluates: ``build`` runs once on the whole batch, without gradients.
 
@@ -110,7 +111,7 @@ class Graph(ABC):
         self._check_optimizers()
         stages = stages_of(self._modules().values())
         placements = disjoint_placements(stages)
-        parts, shares = _cut(inputs, self.config.num_micro_batches)
+        parts, shares, sizes = _cut(inputs, self.config.num_micro_batches)
         weigh = None if self._scaler is None else self._scaler.scale
         self._forget_gradients()
         try:
@@ -123,10 +124,11 @@ class Graph(ABC):
                 forward_caches=self._forward_caches_for(stages, placements) if placements else (),
                 weigh=weigh,
             )
+            joined = join_outputs(outputs, shares, sizes)
             self._step()
         finally:
             self._forget_gradients()
-        return join_outputs(outputs, shares)
+        return joined
 
     def _build(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         dtype = self.config.autocast
@@ -219,12 +221,16 @@ class Graph(ABC):
         return f"{type(self).__name__}({self.config.num_micro_batches} micro-batches{where})"
 
 
-def _cut(inputs: Any, num_micro_batches: int) -> tuple[list[Any], list[float]]:
-    """The inputs of micro-batches, and their shares of the samples. Parts of a global tensor have its layout."""
+def _cut(inputs: Any, num_micro_batches: int) -> tuple[list[Any], list[float], list[int] | None]:
+    """The inputs of micro-batches, their shares of the samples, and their numbers of samples. Parts of a global tensor
+    have its layout.
+    """
     if num_micro_batches == 1:
-        return [inputs], [1.0]
-    parts = Batch(inputs).cut(num_micro_batches)
-    return [tree_map(_in_layout_of, part.inputs, inputs) for part in parts], [part.share for part in parts]
+        return [inputs], [1.0], None
+    batch = Batch(inputs)
+    parts, num_samples = batch.cut(num_micro_batches), batch.num_samples
+    sizes = None if batch.has_rows else [round(part.share * num_samples) for part in parts]
+    return [tree_map(_in_layout_of, part.inputs, inputs) for part in parts], [part.share for part in parts], sizes
 
 
 def _in_layout_of(part: Any, whole: Any) -> Any:
