@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,53 @@ def test_a_job_declared_anew_goes_on_under_its_new_rule() -> None:
     expected = torch_losses(lambda p: torch.optim.SGD(p, 0.3), [0.3] * 4)[1:]
     for losses in run_ranks(run, 2):
         np.testing.assert_allclose(losses, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_job_declared_anew_after_a_load_begins_as_without_one(tmp_path: Path) -> None:
+    check_point = flow.train.CheckPoint()
+
+    def run(rank: int, loads: bool) -> Any:
+        job = train_with(flow.optimizer.SGD(0.3, momentum=0.9))
+        for _ in range(2):
+            job(X, Y)
+        if loads:
+            check_point.save(tmp_path / "saved")
+            check_point.load(tmp_path / "saved")
+        job(X, Y)
+        job = train_with(flow.optimizer.SGD(0.3, momentum=0.5))
+        return [job(X, Y) for _ in range(3)]
+
+    expected = run_ranks(lambda rank: run(rank, False), 2)
+    np.testing.assert_allclose(run_ranks(lambda rank: run(rank, True), 2), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_rule_that_is_not_the_saved_one_counts(tmp_path: Path) -> None:
+    check_point, folder = flow.train.CheckPoint(), tmp_path / "saved"
+
+    def begin(rank: int) -> None:
+        job = train_with(flow.optimizer.SGD(0.3, momentum=0.9))
+        for _ in range(3):
+            job(X, Y)
+        check_point.save(folder)
+
+    def resume(rank: int, rule: Any) -> Any:
+        check_point.load(folder)
+        job = train_with(rule)
+        return [job(X, Y) for _ in range(3)]
+
+    def changed(parameters: Any) -> Any:
+        optimizer, steps = torch.optim.SGD(parameters, 0.3), itertools.count()
+        optimizer.register_step_pre_hook(lambda *_: group.update(momentum=0.9 if next(steps) < 3 else 0.5))
+        (group,) = optimizer.param_groups
+        return optimizer
+
+    run_ranks(begin, 2)
+    expected = torch_losses(changed, [0.3] * 6)[3:]
+    for losses in run_ranks(lambda rank: resume(rank, flow.optimizer.SGD(0.3, momentum=0.5)), 2):
+        np.testing.assert_allclose(losses, expected, rtol=1e-5, atol=1e-6)
+    for other in (flow.optimizer.Adam(0.01), flow.optimizer.RMSProp(0.01)):  # begin without state
+        for losses in run_ranks(lambda rank, other=other: resume(rank, other), 2):
+            np.testing.assert_allclose(losses[0], expected[0], rtol=1e-5, atol=1e-6)
 
 
 def test_older_spellings_say_the_new_ones() -> None:

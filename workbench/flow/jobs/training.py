@@ -102,14 +102,15 @@ def _trained(job: RunningJob) -> list[GlobalTensor]:
 
 
 def _optimizer(job: RunningJob, rule: UpdateRule) -> torch.optim.Optimizer:
-    """The job's optimizer over the variables that it uses, made in its first step or from a loaded checkpoint."""
+    """The job's optimizer over the variables that it uses. Its first one takes the state of a loaded checkpoint."""
     store, trained = job.store, _trained(job)
     optimizer: torch.optim.Optimizer | None = store.optimizers.get(job.name)
     if optimizer is None or store.rules[job.name] != rule.settings:  # the job may be declared again with another
-        optimizer = store.optimizers[job.name] = rule.make(trained)
+        made = store.optimizers[job.name] = rule.make(trained)
         store.rules[job.name] = rule.settings
-        _load(optimizer, job.name, store)
-        return optimizer
+        if optimizer is None:
+            _load(made, job.name, store)
+        return made
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     added = [variable for variable in trained if id(variable) not in known]
     if added:
@@ -117,17 +118,26 @@ def _optimizer(job: RunningJob, rule: UpdateRule) -> torch.optim.Optimizer:
     return optimizer
 
 
+_OF_KINDS = {"betas", "alpha"}
+"""Hyperparameters by which Adam, RMSprop and SGD differ."""
+
+
 def _load(optimizer: torch.optim.Optimizer, job: str, store: Store) -> None:
+    """Give an optimizer its saved state, if one of its kind was saved. The hyperparameters are those of its rule."""
     checkpoint, part = store.to_load, optimizer_part(job)
     if checkpoint is None or not checkpoint.below(part):
         return
     names = {id(variable): name for name, variable in store.variables.by_name.items()}
-    if optimizers.problems(optimizer, names, part, checkpoint):
+    own, saved = [dict(group) for group in optimizer.param_groups], checkpoint.value(part, "param_groups")
+    is_of_kind = [_OF_KINDS & group.keys() for group in own] == [_OF_KINDS & group.keys() for group in saved]
+    if not is_of_kind or optimizers.problems(optimizer, names, part, checkpoint):
         return  # the saved rule or variables differ, so the optimizer starts without saved state
     filled = dict(optimizers.targets(optimizer, names, part, checkpoint))
     for path, tensor in filled.items():
         checkpoint.read(path, tensor)
     optimizers.assign(optimizer, names, part, checkpoint, filled)
+    for group, options in zip(optimizer.param_groups, own, strict=True):
+        group.update(options)
 
 
 def optimizer_part(job: str) -> str:
