@@ -199,6 +199,24 @@ def test_mirrored_view_has_whole_variables_and_no_scopes() -> None:
             run_ranks(lambda rank, job=job: job([X[:2], X[2:]]), 2)
 
 
+def test_mirrored_jobs_take_no_variable_that_a_device_has_in_part_or_not() -> None:
+    mirrored = flow.global_function()(with_body(lambda x: flow.get_variable("w", (4, 3))))
+
+    def in_part() -> None:
+        job_of(lambda x: flow.get_variable("w", (4, 3), distribute=flow.distribute.split(0)))(X)
+        mirrored([X[:2], X[2:]])
+
+    def on_more_devices() -> None:
+        flow.config.gpu_device_num(2)
+        mirrored([X[:2], X[2:]])
+        flow.config.gpu_device_num(3)
+        mirrored([X[:2]] * 3)
+
+    for program, num_ranks, words in [(in_part, 2, r"S\(0\) on"), (on_more_devices, 3, r"\[0, 1, 2\].*\[0, 1\]")]:
+        with pytest.raises(JobError, match=rf"get_variable\('w'\) in job, a job in the mirrored view .*{words}"):
+            run_ranks(program, num_ranks)
+
+
 def with_body(body: Callable[[Any], Any]) -> Any:
     def job(x: tp.ListNumpy.Placeholder((2, 3))) -> tp.ListNumpy:
         return body(x)

@@ -39,7 +39,8 @@ def get_variable(
         reuse: False refuses a variable that exists.
 
     Raises:
-        JobError: outside of a job; no shape; the variable has another shape or dtype.
+        JobError: outside of a job; no shape; the variable has another shape or dtype; in the mirrored view, a device
+            does not have all of it.
         SbpError: an axis that the variable does not have, or a split variable in the mirrored view.
 
     ``w = flow.get_variable("w", (10, 512), initializer=flow.truncated_normal(0.1))``
@@ -100,9 +101,21 @@ def _checked(distribute: Any, name: str, shape: tuple[int, ...], job: RunningJob
 
 
 def _replica(job: RunningJob, name: str) -> torch.Tensor:
-    """This device's own leaf for the variable. Its gradient becomes one term of the variable's."""
+    """This device's own leaf for the variable. Its gradient becomes one term of the variable's.
+
+    Raises:
+        JobError: a device of the job does not have the whole variable, or another one has it too and does not train.
+    """
     replica = job.replicas.get(name)
     if replica is None:
         variable = job.used[name]
-        replica = job.replicas[name] = plain(variable).requires_grad_(variable.requires_grad and job.trains)
+        lies = variable._spec.layout
+        ranks, has, trains = set(job.placement), set(lies.placement), variable.requires_grad and job.trains
+        if not lies.is_broadcast or not (ranks == has if trains else ranks <= has):
+            raise JobError(
+                f"get_variable({name!r}) in {job.name}, a job in the mirrored view on devices {job.placement.ranks}: "
+                f"it lies as {lies}, and there every device has it whole. Run the jobs that share it on the same "
+                "devices, without distribute, or take the consistent view."
+            )
+        replica = job.replicas[name] = plain(variable).requires_grad_(trains)
     return replica
