@@ -22,10 +22,7 @@ def _accepts_torch_arguments(torchs: Callable[..., Any]) -> Callable[[Callable[.
         @functools.wraps(older)
         def run(*args: Any, **kwargs: Any) -> Any:
             is_newer = kwargs.keys() & {"dim", "dim0", "dim1"} or isinstance(args[1] if args[1:] else None, int)
-            if not is_newer:
-                return older(*args, **kwargs)
-            kwargs.pop("name", None)
-            return torchs(*args, **kwargs)
+            return (torchs if is_newer else older)(*args, **kwargs)
 
         return in_scope(run)
 
@@ -33,7 +30,7 @@ def _accepts_torch_arguments(torchs: Callable[..., Any]) -> Callable[[Callable[.
 
 
 @in_scope
-def matmul(a: Any, b: Any, transpose_a: bool = False, transpose_b: bool = False, name: str | None = None) -> Any:
+def matmul(a: Any, b: Any, transpose_a: bool = False, transpose_b: bool = False) -> Any:
     """The matrix product of ``a`` and ``b``, either of them transposed first.
 
     >>> matmul(torch.ones(4, 5), torch.ones(8, 5), transpose_b=True).shape
@@ -43,37 +40,37 @@ def matmul(a: Any, b: Any, transpose_a: bool = False, transpose_b: bool = False,
 
 
 @in_scope
-def reshape(x: Any, shape: Sequence[int], name: str | None = None) -> Any:
+def reshape(x: Any, shape: Sequence[int]) -> Any:
     """``x`` in another logical shape. One size may be -1."""
     return torch.reshape(x, tuple(shape))
 
 
 @in_scope
-def flatten(input: Any, start_dim: int = 0, end_dim: int = -1, name: str | None = None) -> Any:
+def flatten(input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     """Join dims from ``start_dim`` to ``end_dim``."""
     return torch.flatten(input, start_dim, end_dim)
 
 
 @_accepts_torch_arguments(torch.transpose)
-def transpose(a: Any, perm: Sequence[int] | None = None, name: str | None = None) -> Any:
+def transpose(a: Any, perm: Sequence[int] | None = None) -> Any:
     """``a`` with its dims in the order ``perm``. Default: reversed."""
     return a.permute(tuple(reversed(range(a.dim()))) if perm is None else tuple(perm))
 
 
 @_accepts_torch_arguments(torch.cat)
-def concat(inputs: Sequence[Any], axis: int = 0, name: str | None = None) -> Any:
+def concat(inputs: Sequence[Any], axis: int = 0) -> Any:
     """Tensors one after the other along ``axis``."""
     return torch.cat(tuple(inputs), axis)
 
 
 @in_scope
-def cast(x: Any, dtype: torch.dtype, name: str | None = None) -> Any:
+def cast(x: Any, dtype: torch.dtype) -> Any:
     """``x`` in another dtype."""
     return x.to(dtype)
 
 
 @_accepts_torch_arguments(torch.squeeze)
-def squeeze(input: Any, axis: int | Sequence[int] | None = None, name: str | None = None) -> Any:
+def squeeze(input: Any, axis: int | Sequence[int] | None = None) -> Any:
     """``input`` without dims of size 1."""
     if axis is None:
         return torch.squeeze(input)
@@ -81,15 +78,13 @@ def squeeze(input: Any, axis: int | Sequence[int] | None = None, name: str | Non
 
 
 @_accepts_torch_arguments(torch.unsqueeze)
-def expand_dims(input: Any, axis: int, name: str | None = None) -> Any:
+def expand_dims(input: Any, axis: int) -> Any:
     """``input`` with a new dim of size 1 before dim ``axis``."""
     return torch.unsqueeze(input, axis)
 
 
 @in_scope
-def slice(  # noqa: A001 - as programs write it
-    x: Any, begin: Sequence[int | None], size: Sequence[int | None], name: str | None = None
-) -> Any:
+def slice(x: Any, begin: Sequence[int | None], size: Sequence[int | None]) -> Any:  # noqa: A001 - as programs write it
     """``size[d]`` elements from ``begin[d]`` on, for each dim.
 
     A beginning of None is 0, and a negative one counts from the end. A size of None or -1 is the rest of the dim.
@@ -102,7 +97,7 @@ def slice(  # noqa: A001 - as programs write it
 
 
 @_accepts_torch_arguments(torch.gather)
-def gather(params: Any, indices: Any, axis: int = 0, name: str | None = None) -> Any:
+def gather(params: Any, indices: Any, axis: int = 0) -> Any:
     """Slices of ``params`` along ``axis`` by their indices: rows of a table, for example.
 
     The dims of ``indices`` take the place of ``axis``.
@@ -115,7 +110,7 @@ def gather(params: Any, indices: Any, axis: int = 0, name: str | None = None) ->
 
 
 @in_scope
-def identity(x: Any, name: str | None = None) -> Any:
+def identity(x: Any) -> Any:
     """``x``, on the devices of the scope."""
     return x
 

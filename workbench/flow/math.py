@@ -9,18 +9,6 @@ import torch
 
 from workbench.flow.jobs.context import in_scope
 
-
-def _named(own: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with an additional argument ``name``, which programs give and which has no effect."""
-
-    def run(*args: Any, name: str | None = None) -> Any:
-        return function(*args)
-
-    run.__name__ = run.__qualname__ = own  # by which it is pickled
-    run.__doc__ = f"``torch.{function.__name__}``."
-    return in_scope(run)
-
-
 _POINTWISE: dict[str, Callable[..., Any]] = {
     "abs": torch.abs, "add": torch.add, "ceil": torch.ceil, "cos": torch.cos, "divide": torch.div, "equal": torch.eq,
     "erf": torch.erf, "exp": torch.exp, "floor": torch.floor, "gelu": torch.nn.functional.gelu, "greater": torch.gt,
@@ -39,25 +27,25 @@ def _dims(x: Any, axis: Axis) -> tuple[int, ...]:
 
 
 @in_scope
-def reduce_mean(input_tensor: Any, axis: Axis = None, keepdims: bool = False, name: str | None = None) -> Any:
+def reduce_mean(input_tensor: Any, axis: Axis = None, keepdims: bool = False) -> Any:
     """Mean along dims, by default all of them."""
     return torch.mean(input_tensor, _dims(input_tensor, axis), keepdims)
 
 
 @in_scope
-def reduce_sum(input_tensor: Any, axis: Axis = None, keepdims: bool = False, name: str | None = None) -> Any:
+def reduce_sum(input_tensor: Any, axis: Axis = None, keepdims: bool = False) -> Any:
     """Sum along dims, by default all of them."""
     return torch.sum(input_tensor, _dims(input_tensor, axis), keepdims)
 
 
 @in_scope
-def reduce_max(input_tensor: Any, axis: Axis = None, keepdims: bool = False, name: str | None = None) -> Any:
+def reduce_max(input_tensor: Any, axis: Axis = None, keepdims: bool = False) -> Any:
     """Largest element along dims, by default all of them."""
     return torch.amax(input_tensor, _dims(input_tensor, axis), keepdims)
 
 
 @in_scope
-def argmax(input: Any, axis: int = -1, name: str | None = None) -> Any:
+def argmax(input: Any, axis: int = -1) -> Any:
     """Position of the largest element along ``axis``."""
     return torch.argmax(input, axis)
 
@@ -65,7 +53,11 @@ def argmax(input: Any, axis: int = -1, name: str | None = None) -> Any:
 def __getattr__(name: str) -> Any:
     if name not in _POINTWISE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = _named(name, _POINTWISE[name])
+    function = _POINTWISE[name]
+    value: Any = in_scope(function)
+    value.__module__, value.__name__, value.__qualname__ = __name__, name, name  # by which it is pickled
+    value.__doc__ = f"``torch.{function.__name__}``."
+    globals()[name] = value
     return value
 
 

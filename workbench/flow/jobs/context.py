@@ -142,10 +142,13 @@ def in_job(job: RunningJob) -> Iterator[None]:
 
 
 def in_scope(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function of tensors run on the scope's devices; outside of jobs, on the placement of its operands."""
+    """Make a function of tensors run on the scope's devices; outside of jobs, on the placement of its operands.
+
+    It then takes a ``name``, which programs give to the parts of a graph, and which has no effect here.
+    """
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, name: str | None = None, **kwargs: Any) -> Any:
         if counts_of_micro_batches((args, kwargs)):
             return map_micro_batches(run, args, kwargs)
         job = _running.get()

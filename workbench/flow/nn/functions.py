@@ -17,19 +17,19 @@ from workbench.tensors import random
 
 
 @in_scope
-def leaky_relu(x: Any, alpha: float = 0.2, name: str | None = None) -> Any:
+def leaky_relu(x: Any, alpha: float = 0.2) -> Any:
     """``x`` above zero, ``alpha * x`` below."""
     return F.leaky_relu(x, alpha)
 
 
 @in_scope
-def softmax(logits: Any, axis: int = -1, name: str | None = None) -> Any:
+def softmax(logits: Any, axis: int = -1) -> Any:
     """Exponentials that sum to one along ``axis``."""
     return torch.softmax(logits, axis)
 
 
 @in_scope
-def bias_add(value: Any, bias: Any, data_format: str = "NCHW", name: str | None = None) -> Any:
+def bias_add(value: Any, bias: Any, data_format: str = "NCHW") -> Any:
     """Add ``bias`` along the channels: dim 1 for ``"NCHW"``, the last dim for ``"NHWC"``."""
     if data_format == "NHWC" or value.dim() <= 2:
         return value + bias
@@ -45,7 +45,6 @@ def conv2d(
     data_format: str = "NCHW",
     dilations: int | Sequence[int] = 1,
     groups: int = 1,
-    name: str | None = None,
 ) -> Any:
     """Convolution with ``filters`` (out, in, height, width).
 
@@ -69,7 +68,6 @@ def max_pool2d(
     strides: int | Sequence[int],
     padding: str | Pads,
     data_format: str = "NCHW",
-    name: str | None = None,
 ) -> Any:
     """Maximum over windows. Padding does not count."""
     x = to_channels_first(input, data_format)
@@ -86,7 +84,6 @@ def avg_pool2d(
     strides: int | Sequence[int],
     padding: str | Pads,
     data_format: str = "NCHW",
-    name: str | None = None,
 ) -> Any:
     """Mean over windows, of the elements inside the image."""
     x = to_channels_first(input, data_format)
@@ -100,9 +97,7 @@ def avg_pool2d(
 
 
 @in_scope
-def dropout(
-    x: Any, rate: float = 0.5, noise_shape: Any = None, seed: int | None = None, name: str | None = None
-) -> Any:
+def dropout(x: Any, rate: float = 0.5, noise_shape: Any = None, seed: int | None = None) -> Any:
     """In training jobs, set a share ``rate`` of the elements to zero and scale the others. In other jobs, return ``x``.
 
     The job, its step and the logical positions decide which elements are zero. So they are the same for every number of
@@ -138,18 +133,18 @@ def _own_mask(x: torch.Tensor, rate: float, job: Any) -> torch.Tensor:
 
 
 @in_scope
-def sparse_softmax_cross_entropy_with_logits(labels: Any, logits: Any, name: str | None = None) -> Any:
+def sparse_softmax_cross_entropy_with_logits(labels: Any, logits: Any) -> Any:
     """Cross-entropy of each row: ``logits`` (rows, classes), ``labels`` (rows,) of whole numbers. Shape (rows,)."""
     return F.cross_entropy(logits, labels.long(), reduction="none")
 
 
 @in_scope
-def softmax_cross_entropy_with_logits(labels: Any, logits: Any, name: str | None = None) -> Any:
+def softmax_cross_entropy_with_logits(labels: Any, logits: Any) -> Any:
     """Cross-entropy of each row, for ``labels`` (rows, classes) of probabilities. Shape (rows,)."""
     return -(labels * torch.log_softmax(logits, -1)).sum(-1)
 
 
 @in_scope
-def sigmoid_cross_entropy_with_logits(labels: Any, logits: Any, name: str | None = None) -> Any:
+def sigmoid_cross_entropy_with_logits(labels: Any, logits: Any) -> Any:
     """Binary cross-entropy of each element."""
     return F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
