@@ -159,21 +159,23 @@ class UpdateRule:
     """How a training job updates its variables.
 
     Attributes:
-        kind: a name of ``MAKERS``.
+        kind: torch's class of the optimizer.
         rate: learning rate of a step.
-        options: hyperparameters of the kind.
+        options: arguments of the class, except for the rate.
         max_norm: limit of the common norm of all gradients; None for no limit.
+        corrects_bias: whether Adam divides its moments by ``1 - beta ** step``.
     """
 
-    kind: str
+    kind: Callable[..., torch.optim.Optimizer]
     rate: Rate
     options: Mapping[str, Any] = field(default_factory=dict)
     max_norm: float | None = None
+    corrects_bias: bool = True
 
     @property
-    def settings(self) -> tuple[str, dict[str, Any]]:
-        """The kind and options from which an optimizer is made. Each step sets the rate."""
-        return self.kind, dict(self.options)
+    def settings(self) -> tuple[Any, ...]:
+        """What an optimizer is made from. Each step sets the rate."""
+        return self.kind, dict(self.options), self.corrects_bias
 
     def minimize(self, model_diff_lbn: Any) -> None:
         """Train on this loss (its mean over all elements). The job takes the step when its body has ended.
@@ -187,62 +189,17 @@ class UpdateRule:
 
     def make(self, variables: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
         """A torch optimizer of these variables."""
-        return MAKERS[self.kind](variables, self.options)
+        return self.kind(variables, lr=0.0, **self.options)
 
     def set_rate(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Set the optimizer's rate for this step."""
-        changes: dict[str, Any] = {"lr": self.rate(step)}
-        if self.kind == "adam" and not self.options.get("do_bias_correction", False):
-            changes = _without_bias_correction(changes["lr"], step + 1, self.options)
+        changes = {"lr": self.rate(step)}
+        if not self.corrects_bias:  # torch's Adam then makes the step ``rate * m / (sqrt(v) + eps)``
+            first, second = (1.0 - beta ** (step + 1) for beta in self.options["betas"])
+            root = math.sqrt(second)
+            changes = {"lr": changes["lr"] * first / root, "eps": self.options["eps"] / root}
         for group in optimizer.param_groups:
             group.update(changes)
-
-
-def _without_bias_correction(rate: float, step: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Rate and epsilon under which torch's Adam makes the step ``rate * m / (sqrt(v) + eps)``."""
-    beta1, beta2 = options.get("beta1", 0.9), options.get("beta2", 0.999)
-    root = math.sqrt(1.0 - beta2**step)
-    return {"lr": rate * (1.0 - beta1**step) / root, "eps": options.get("epsilon", 1e-8) / root}
-
-
-def _adam(kind: Any, variables: Any, options: Mapping[str, Any]) -> torch.optim.Optimizer:
-    betas = (options.get("beta1", 0.9), options.get("beta2", 0.999))
-    made: torch.optim.Optimizer = kind(
-        variables, lr=0.0, betas=betas, eps=options.get("epsilon", 1e-8), weight_decay=options.get("weight_decay", 0.0)
-    )
-    return made
-
-
-MAKERS: dict[str, Callable[[Any, Mapping[str, Any]], torch.optim.Optimizer]] = {
-    "naive": lambda variables, options: torch.optim.SGD(variables, lr=0.0),
-    "momentum": lambda variables, options: torch.optim.SGD(variables, lr=0.0, momentum=options.get("beta", 0.9)),
-    "adam": lambda variables, options: _adam(torch.optim.Adam, variables, options),
-    "adamw": lambda variables, options: _adam(torch.optim.AdamW, variables, options),
-    "rmsprop": lambda variables, options: torch.optim.RMSprop(
-        variables,
-        lr=0.0,
-        alpha=options.get("decay_rate", 0.99),
-        eps=options.get("epsilon", 1e-8),
-        centered=options.get("centered", False),
-    ),
-}
-
-
-def update_rule_of_conf(conf: Mapping[str, Any], rate: Rate) -> UpdateRule:
-    """The rule that ``config.train.model_update_conf({"momentum_conf": {"beta": 0.9}})`` asks for.
-
-    Raises:
-        JobError: ``conf`` has no rule, several rules, or an unknown one.
-    """
-    kinds = [name for name in conf if name.endswith("_conf")]
-    kind = kinds[0].removesuffix("_conf") if len(kinds) == 1 and len(conf) == 1 else ""
-    if kind not in MAKERS:
-        known = ", ".join(f'"{name}_conf"' for name in MAKERS)
-        raise JobError(
-            f"train.model_update_conf({dict(conf)!r}): it holds {', '.join(map(repr, conf)) or 'nothing'}, and one of "
-            f'{known} is needed. Write e.g. {{"naive_conf": {{}}}}.'
-        )
-    return UpdateRule(kind, rate, dict(conf[kinds[0]]))
 
 
 def _rate_of(lr_scheduler: Rate | float) -> Rate:
@@ -255,8 +212,7 @@ def SGD(  # noqa: N802
     lr_scheduler: Rate | float, momentum: float = 0.0, grad_clipping: float | None = None
 ) -> UpdateRule:
     """``w -= rate * gradient``; with momentum, ``m = momentum * m + gradient`` in place of the gradient."""
-    kind, options = ("momentum", {"beta": momentum}) if momentum else ("naive", {})
-    return UpdateRule(kind, _rate_of(lr_scheduler), options, grad_clipping)
+    return UpdateRule(torch.optim.SGD, _rate_of(lr_scheduler), {"momentum": momentum}, grad_clipping)
 
 
 def Adam(  # noqa: N802
@@ -268,8 +224,8 @@ def Adam(  # noqa: N802
     grad_clipping: float | None = None,
 ) -> UpdateRule:
     """Adam (Kingma and Ba 2015). As in the older documents, the default is without bias correction."""
-    options = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon, "do_bias_correction": do_bias_correction}
-    return UpdateRule("adam", _rate_of(lr_scheduler), options, grad_clipping)
+    options = {"betas": (beta1, beta2), "eps": epsilon}
+    return UpdateRule(torch.optim.Adam, _rate_of(lr_scheduler), options, grad_clipping, do_bias_correction)
 
 
 def AdamW(  # noqa: N802
@@ -281,8 +237,8 @@ def AdamW(  # noqa: N802
     grad_clipping: float | None = None,
 ) -> UpdateRule:
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019), with bias correction."""
-    options = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon, "weight_decay": weight_decay}
-    return UpdateRule("adamw", _rate_of(lr_scheduler), options, grad_clipping)
+    options = {"betas": (beta1, beta2), "eps": epsilon, "weight_decay": weight_decay}
+    return UpdateRule(torch.optim.AdamW, _rate_of(lr_scheduler), options, grad_clipping)
 
 
 def RMSProp(  # noqa: N802
@@ -293,5 +249,33 @@ def RMSProp(  # noqa: N802
     grad_clipping: float | None = None,
 ) -> UpdateRule:
     """RMSProp. Epsilon is added to the root, as in torch."""
-    options = {"decay_rate": decay_rate, "epsilon": epsilon, "centered": centered}
-    return UpdateRule("rmsprop", _rate_of(lr_scheduler), options, grad_clipping)
+    options = {"alpha": decay_rate, "eps": epsilon, "centered": centered}
+    return UpdateRule(torch.optim.RMSprop, _rate_of(lr_scheduler), options, grad_clipping)
+
+
+_OF_CONF: dict[str, Callable[..., UpdateRule]] = {
+    "naive_conf": SGD,
+    "momentum_conf": lambda rate, beta=0.9: SGD(rate, beta),
+    "adam_conf": Adam,
+    "adamw_conf": AdamW,
+    "rmsprop_conf": RMSProp,
+}
+"""Names in the older spelling -> function of the rate and of the hyperparameters."""
+
+
+def update_rule_of_conf(conf: Mapping[str, Any], rate: Rate) -> UpdateRule:
+    """The rule that ``config.train.model_update_conf({"momentum_conf": {"beta": 0.9}})`` asks for.
+
+    Raises:
+        JobError: ``conf`` has no rule, several rules, or an unknown one.
+        TypeError: the rule has no such hyperparameter.
+    """
+    make = _OF_CONF.get(next(iter(conf))) if len(conf) == 1 else None
+    if make is None:
+        known = ", ".join(f'"{name}"' for name in _OF_CONF)
+        raise JobError(
+            f"train.model_update_conf({dict(conf)!r}): it holds {', '.join(map(repr, conf)) or 'nothing'}, and one of "
+            f'{known} is needed. Write e.g. {{"naive_conf": {{}}}}.'
+        )
+    (options,) = conf.values()
+    return make(rate, **options)
