@@ -18,7 +18,7 @@ NOTEBOOK_SIDE = {"IPython.display", "anywidget", "ipyparallel.client.client", "i
 
 EAGER = [
     f"workbench.flow.{name}"
-    for name in ("creation", "env", "functions", "nn.graph", "nn.modules", "optim", "placements", "saving", "sbp")
+    for name in ("creation", "env", "functions", "nn.graph", "nn.modules", "placements", "saving")
 ]
 """What programs that run on every rank load of ``flow``."""
 

@@ -47,12 +47,15 @@ _HOMES = {
     "workbench.flow.local_tensor": ["to_global", "to_local"],
     "workbench.flow.placements": ["placement"],
     "workbench.flow.saving": ["load", "save"],
+    # modules of other names
+    "torch.optim": ["optim="],
+    "workbench.core.sbp": ["sbp="],
+    "workbench.flow.mnist_util": ["data=", "mnist_util="],
 }  # fmt: skip
 """Module -> the names of ``flow`` that it holds."""
 
 _MODULES = [
-    "config", "data", "distribute", "env", "layers", "losses", "math", "mnist_util", "nn", "optim", "optimizer",
-    "sbp", "scope", "train", "typing",
+    "config", "distribute", "env", "layers", "losses", "math", "nn", "optimizer", "scope", "train", "typing",
 ]  # fmt: skip
 """Names of ``flow`` that are modules of this folder."""
 

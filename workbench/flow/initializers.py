@@ -21,23 +21,14 @@ _STD_OF_TRUNCATED = 0.87962566103423978
 
 @dataclass(frozen=True)
 class Initializer:
-    """A distribution for a variable.
+    """A distribution for a variable: shape -> sampler; or a number, which fills the variable."""
 
-    Attributes:
-        text: the call that makes it, for messages.
-        sampler: shape -> sampler; or a number, which fills the variable.
-    """
-
-    text: str
     sampler: Callable[[tuple[int, ...]], Sampler] | float
-
-    def __str__(self) -> str:
-        return self.text
 
 
 def constant_initializer(value: float = 0.0, dtype: Any = None) -> Initializer:
     """Every element is ``value``; the variable's dtype is its own."""
-    return Initializer(f"constant_initializer({value})", float(value))
+    return Initializer(float(value))
 
 
 def zeros_initializer(dtype: Any = None) -> Initializer:
@@ -54,28 +45,21 @@ def random_normal_initializer(
     mean: float = 0.0, stddev: float = 1.0, seed: Any = None, dtype: Any = None
 ) -> Initializer:
     """Normal numbers."""
-    text = f"random_normal_initializer({mean}, {stddev})"
-    return Initializer(text, lambda shape: random.normal_sampler(mean, stddev))
+    return Initializer(lambda shape: random.normal_sampler(mean, stddev))
 
 
 def random_uniform_initializer(minval: float = 0.0, maxval: float = 1.0, dtype: Any = None) -> Initializer:
     """Uniform numbers in [minval, maxval)."""
-    text = f"random_uniform_initializer({minval}, {maxval})"
-    return Initializer(text, lambda shape: random.uniform_sampler(minval, maxval))
+    return Initializer(lambda shape: random.uniform_sampler(minval, maxval))
 
 
 def truncated_normal_initializer(mean: float = 0.0, stddev: float = 1.0) -> Initializer:
     """Normal numbers within two standard deviations of the mean."""
-    text = f"truncated_normal_initializer({mean}, {stddev})"
-    return Initializer(text, lambda shape: random.truncated_normal_sampler(mean, stddev))
+    return Initializer(lambda shape: random.truncated_normal_sampler(mean, stddev))
 
 
 def truncated_normal(stddev: float = 1.0) -> Initializer:
-    """Normal numbers around zero, within two standard deviations.
-
-    >>> str(truncated_normal(0.1))
-    'truncated_normal_initializer(0.0, 0.1)'
-    """
+    """Normal numbers around zero, within two standard deviations."""
     return truncated_normal_initializer(0.0, stddev)
 
 
@@ -105,7 +89,7 @@ def variance_scaling_initializer(
         fan = modes[mode][0] * fan_in + modes[mode][1] * fan_out
         return made[distribution](math.sqrt(scale / max(1.0, fan)))
 
-    return Initializer(f"variance_scaling_initializer({scale}, {mode!r}, {distribution!r})", sampler)
+    return Initializer(sampler)
 
 
 def glorot_uniform_initializer(data_format: str = "NCHW") -> Initializer:

@@ -1,4 +1,4 @@
-"""Handwritten digits in batches: ``from workbench.flow import mnist_util``.
+"""Handwritten digits in batches: ``from workbench.flow import mnist_util``, and ``flow.data.load_mnist(BATCH_SIZE)``.
 
 It reads the four standard files of MNIST (``train-images-idx3-ubyte`` and so on, also ``.gz``) and downloads nothing.
 The environment variable ``WORKBENCH_MNIST`` names their folder; the default is ``~/.cache/workbench/mnist``. Without
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["Batches", "load_data"]
+__all__ = ["Batches", "load_data", "load_mnist"]
 
 VARIABLE = "WORKBENCH_MNIST"
 Batches = tuple[np.ndarray, np.ndarray]
@@ -54,6 +54,8 @@ def load_data(
     return (train, train_labels), (test, test_labels)
 
 
+load_mnist = load_data
+"""The name in ``flow.data``."""
 _reading = threading.Lock()
 
 

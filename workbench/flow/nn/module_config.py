@@ -23,11 +23,6 @@ class ModuleConfig:
         self._entry: Any = None
         self._recomputed: Any = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleConfig:
-        copied = ModuleConfig(memo.get(id(self._module), self._module))
-        copied._stage_id = self._stage_id
-        return copied
-
     def __getstate__(self) -> dict[str, Any]:
         return {"_module": self._module, "_stage_id": self._stage_id, "_entry": None, "_recomputed": None}
 
