@@ -155,7 +155,7 @@ def test_an_idle_chunk_is_freed_after_all_ranks_have_closed_it(monkeypatch):
             time.sleep(0.05)
             transport.exchange([(1 - rank, big[:5])], [(1 - rank, out[:5])], 99, "small")
             sizes.append(transport.idle_bytes)
-        return sizes, len(transport._transfers.peers[1 - rank].opened)
+        return sizes, len(transport._transfers.peers[1 - rank].opened._memory)
 
     for sizes, num_opened in assert_all_returned(run_late(program)):
         assert min(sizes[::2]) >= pool.FIRST_CHUNK_BYTES + 24_000_000

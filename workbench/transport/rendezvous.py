@@ -250,18 +250,9 @@ def _tcp_store(init_method: str, rank: int, world_size: int, timeout: datetime.t
             f"init_method={init_method!r}: a TCP store needs an address of rank 0's host and a free port there, e.g. "
             f"tcp://10.0.0.1:29500."
         )
-    if rank > 0:
-        return TCPStore(place.hostname, place.port, world_size, False, timeout, wait_for_workers=False)
-    listening = socket.create_server((place.hostname, place.port))
-    return TCPStore(
-        place.hostname,
-        place.port,
-        world_size,
-        True,
-        timeout,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
+    address, serves = (place.hostname, place.port), rank == 0
+    file = socket.create_server(address).detach() if serves else None
+    return TCPStore(*address, world_size, serves, timeout, wait_for_workers=False, master_listen_fd=file)
 
 
 def _wait_for_all(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -49,27 +50,17 @@ class _OwnChunk:
 
 
 class Pool:
-    """The chunks of this rank; the pool grows when messages need more.
-
-    Attributes:
-        export_error: the system's error when device memory could not be exported; empty if it could.
-    """
+    """The chunks of this rank; the pool grows when messages need more."""
 
     def __init__(self, rank: int, device: Device, handle_table: HandleTable) -> None:
         self.rank, self.device, self._handle_table = rank, device, handle_table
         self._chunks: dict[int, _OwnChunk] = {}
         self._num_allocations = 0
-        self.export_error = ""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all chunks."""
         return sum(own.allocator.size for own in self._chunks.values())
-
-    @property
-    def num_bytes_in_use(self) -> int:
-        """Bytes of all blocks in use."""
-        return sum(own.allocator.num_bytes_in_use for own in self._chunks.values())
 
     def allocate(self, num_bytes: int, kind: int, header: bytes) -> Block:
         """A block; the pool grows where needed.
@@ -124,11 +115,9 @@ class Pool:
 
     def _handle_of(self, memory: DeviceMemory) -> bytes:
         """The handle of device memory; empty where the system does not share it, which readers report."""
-        try:
+        with suppress(WorldError):
             return self.device.export(memory)
-        except WorldError as error:
-            self.export_error = str(error)
-            return b""
+        return b""
 
     def view(self, block: Block, shape: Sequence[int], dtype: torch.dtype, skipped: int = 0) -> torch.Tensor:
         """A contiguous tensor in a block at ``skipped`` bytes, which does not keep the block alive."""
@@ -213,9 +202,6 @@ class PeerMemory:
         self.handle_table = handle_table
         self._device, self._pid = device, pid
         self._memory: dict[int, tuple[DeviceMemory, SharedMemory | None]] = {}
-
-    def __len__(self) -> int:
-        return len(self._memory)
 
     def view(self, number: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor in the peer's memory.

@@ -51,11 +51,6 @@ class BlockAllocator:
         self._free.insert(index, (start, end))
 
     @property
-    def num_bytes_in_use(self) -> int:
-        """Allocated bytes, in whole cache lines."""
-        return self.size - sum(end - start for start, end in self._free)
-
-    @property
     def is_empty(self) -> bool:
         """Whether no block is in use."""
         return self._free == [(0, self.size)]

@@ -182,7 +182,7 @@ class Waiter:
         reason = self.abort_reason or end or self._processes.stopped_reason(link.peer) or self.external_failure()
         for other in self._links.values():
             reason = reason or self._failure_of(other)
-        reason = reason or self._deadlock(link)
+        reason = reason or self._deadlock()
         if reason is None and waited_s > self.timeout_s:
             reason = f"nothing came for {self.timeout_s:g} s; {self._activity_of(link)}"
         if reason is not None:
@@ -210,7 +210,7 @@ class Waiter:
         wait = link.theirs.wait()
         return f"rank {link.peer} waits for " + (f"rank {wait.peer} in {wait.header}" if wait else "no rank")
 
-    def _deadlock(self, link: Link) -> str | None:
+    def _deadlock(self) -> str | None:
         """The cycle of ranks that wait for one another, if there is one and it was seen twice."""
         mine = self._own.wait()
         assert mine is not None
