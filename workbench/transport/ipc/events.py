@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from workbench.errors import CollectiveAborted
 from workbench.transport.ipc.device import Event
@@ -65,47 +65,16 @@ class EventWaiter(Waiter):
         """The processes of the other ranks."""
         return self._processes
 
-    def wait_for_event(self, link: Link, events: PeerEvents, number: int, header: bytes) -> None:
-        """Return when event ``number`` of a peer is done.
+    def wait_for_event(self, events: PeerEvents, number: int, header: bytes, link: Link | None = None) -> None:
+        """Return when event ``number`` is done, of the peer behind ``link``, or else of this rank's own device.
+
+        This wait is not published: a device continues, whatever its process waits for.
 
         Raises:
-            CollectiveAborted: the event will not be done.
+            CollectiveAborted: the event will not be done, or this rank cannot continue.
         """
-
-        # This wait is not published: the peer's device continues, whatever its process waits for.
-        def reason(waited_s: float) -> str | None:
-            found = (
-                self.abort_reason
-                or self._end_reason(link)
-                or self._processes.stopped_reason(link.peer)
-                or self.peer_failure()
-            )
-            if found is None and waited_s > self.timeout_s:
-                found = f"its device has not reached this call for {self.timeout_s:g} s; {self._activity_of(link)}"
-            return found
-
-        self._wait_until(lambda: events.is_done(number), reason, f"rank {link.peer}", header)
-
-    def wait_for_local_event(self, events: LocalEvents, number: int, header: bytes) -> None:
-        """Return when event ``number`` of this rank's own device is done.
-
-        Raises:
-            CollectiveAborted: this rank cannot continue.
-        """
-
-        def reason(waited_s: float) -> str | None:
-            found = self.abort_reason or self.peer_failure()
-            if found is None and waited_s > self.timeout_s:
-                found = f"its work has not ended for {self.timeout_s:g} s"
-            return found
-
-        self._wait_until(lambda: events.is_done(number), reason, "its own device", header)
-
-    def _wait_until(
-        self, is_done: Callable[[], bool], reason: Callable[[float], str | None], whom: str, header: bytes
-    ) -> None:
         started = looked = time.perf_counter()
-        while not is_done():
+        while not events.is_done(number):
             now = time.perf_counter()
             if now - started < _YIELD_S:
                 os.sched_yield()
@@ -114,8 +83,21 @@ class EventWaiter(Waiter):
             if now - looked < _LOOK_AFTER_S:
                 continue
             looked = now
-            found = reason(now - started)
-            if found is not None and not is_done():
+            found = self._why_not(link, now - started)
+            if found is not None and not events.is_done(number):
+                whom = "its own device" if link is None else f"rank {link.peer}"
                 raise CollectiveAborted(
                     f"rank {self.rank} stopped waiting for {whom} in {decode_header(header)}: {found}"
                 )
+
+    def _why_not(self, link: Link | None, waited_s: float) -> str | None:
+        """Why such a wait cannot end; None if it may."""
+        found = self.abort_reason
+        if link is not None:
+            found = found or self._end_reason(link) or self._processes.stopped_reason(link.peer)
+        found = found or self.peer_failure()
+        if found is not None or waited_s <= self.timeout_s:
+            return found
+        if link is None:
+            return f"its work has not ended for {self.timeout_s:g} s"
+        return f"its device has not reached this call for {self.timeout_s:g} s; {self._activity_of(link)}"

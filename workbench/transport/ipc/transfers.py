@@ -89,7 +89,7 @@ class Transfers:
             self._device.copy(targets, sources, [1] * len(targets), "none")
         event_number = self.events.record()
         if not self.events.are_shared:
-            self._waiter.wait_for_local_event(self.events, event_number, header)
+            self._waiter.wait_for_event(self.events, event_number, header)
         return event_number
 
     def notify(
@@ -107,7 +107,7 @@ class Transfers:
             self._close_retired(source)
             if message.num_bytes:
                 peer = self.peers[source]
-                self._waiter.wait_for_event(peer.link, peer.events, message.wants_ack, header)
+                self._waiter.wait_for_event(peer.events, message.wants_ack, header, peer.link)
         return messages
 
     def view(self, source: int, message: Message, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -194,7 +194,7 @@ class IpcTransport(MessageTransport, Transport):
         others = [rank for rank in group if rank != self.rank]
         start, stop = slices[self.rank]
         # The current stream may differ from the one on which the term was copied.
-        self._event_waiter.wait_for_local_event(self._transfers.events, event_number, header)
+        self._event_waiter.wait_for_event(self._transfers.events, event_number, header)
         mine = own[start:stop]
         messages = self._transfers.receive([(rank, mine.nbytes) for rank in others], tag, header)
         terms = {rank: self._transfers.view(rank, message, mine.shape, own.dtype) for rank, message in messages}
