@@ -90,21 +90,15 @@ class ControlPage:
         """The random number that identifies this page."""
         return self.words[_TOKEN]
 
-    def messages_filled(self, peer: int) -> int:
-        """Address of the semaphore that counts messages to ``peer``."""
-        return self._semaphore(peer, 0)
+    def filled(self, peer: int, of_acks: bool = False) -> int:
+        """Address of the semaphore that counts messages to ``peer``, or acks for it."""
+        return self._semaphore(peer, 2 * of_acks)
 
-    def messages_emptied(self, peer: int) -> int:
-        """Address of the semaphore that counts messages from ``peer`` that this rank has taken out of the ring."""
-        return self._semaphore(peer, 1)
-
-    def acks_filled(self, peer: int) -> int:
-        """Address of the semaphore that counts acks for ``peer``."""
-        return self._semaphore(peer, 2)
-
-    def acks_emptied(self, peer: int) -> int:
-        """Address of the semaphore that counts acks from ``peer`` that this rank has taken out of the ring."""
-        return self._semaphore(peer, 3)
+    def emptied(self, peer: int, of_acks: bool = False) -> int:
+        """Address of the semaphore that counts messages from ``peer``, or acks, that this rank has taken out of the
+        ring.
+        """
+        return self._semaphore(peer, 2 * of_acks + 1)
 
     def messages(self, peer: int) -> memoryview:
         """The ring of messages to ``peer``."""
@@ -116,21 +110,13 @@ class ControlPage:
         start = self._acks_at // 8 + peer * NUM_SLOTS
         return self.words[start : start + NUM_SLOTS]
 
-    def sent_word(self, peer: int) -> int:
-        """Index of the word that counts messages to ``peer``, including those that are not in the ring yet."""
-        return _PER_PEER_AT // 8 + peer
+    def sent_word(self, peer: int, of_acks: bool = False) -> int:
+        """Index of the word that counts messages to ``peer``, or acks, with those that are not in the ring yet."""
+        return _PER_PEER_AT // 8 + 2 * of_acks * self.world_size + peer
 
-    def read_word(self, peer: int) -> int:
-        """Index of the word that counts messages of ``peer`` that this rank has taken."""
-        return _PER_PEER_AT // 8 + self.world_size + peer
-
-    def acks_sent_word(self, peer: int) -> int:
-        """Index of the word that counts acks to ``peer``, including those that are not in the ring yet."""
-        return _PER_PEER_AT // 8 + 2 * self.world_size + peer
-
-    def acks_read_word(self, peer: int) -> int:
-        """Index of the word that counts acks of ``peer`` that this rank has taken."""
-        return _PER_PEER_AT // 8 + 3 * self.world_size + peer
+    def read_word(self, peer: int, of_acks: bool = False) -> int:
+        """Index of the word that counts messages of ``peer``, or acks, that this rank has taken."""
+        return _PER_PEER_AT // 8 + (2 * of_acks + 1) * self.world_size + peer
 
     def add_chunk(self, memory: SharedMemory) -> None:
         """Publish a file of data, before any message refers to it."""

@@ -111,25 +111,25 @@ class Link:
         self._chunks: dict[int, SharedMemory] = {}
         self._own_words, self._post, self._try_acquire = own.words, semaphores.post, semaphores.try_acquire
         self._sent_word, self._read_word = own.sent_word(peer), own.read_word(peer)
-        self._acks_sent_word, self._acks_read_word = own.acks_sent_word(peer), own.acks_read_word(peer)
+        self._acks_sent_word, self._acks_read_word = own.sent_word(peer, True), own.read_word(peer, True)
 
-        self._messages_out, self._message_sent = own.messages(peer), own.messages_filled(peer)
-        self._message_was_read = theirs.messages_emptied(rank)
+        self._messages_out, self._message_sent = own.messages(peer), own.filled(peer)
+        self._message_was_read = theirs.emptied(rank)
         self._num_sent, self._room_for_messages = 0, NUM_SLOTS
         self._queued_messages: deque[tuple[bytes, SendBuffer | None]] = deque()
         self._unread: dict[int, SendBuffer | None] = {}
 
-        self._messages_in, self.message_semaphore = theirs.messages(rank), theirs.messages_filled(rank)
-        self._message_read = own.messages_emptied(peer)
+        self._messages_in, self.message_semaphore = theirs.messages(rank), theirs.filled(rank)
+        self._message_read = own.emptied(peer)
         self.num_read = 0
 
-        self._acks_out, self._ack_sent = own.acks(peer), own.acks_filled(peer)
-        self._ack_was_read = theirs.acks_emptied(rank)
+        self._acks_out, self._ack_sent = own.acks(peer), own.filled(peer, of_acks=True)
+        self._ack_was_read = theirs.emptied(rank, of_acks=True)
         self._num_acks_out, self._room_for_acks = 0, NUM_SLOTS
         self._queued_acks: deque[int] = deque()
 
-        self._acks_in, self.ack_semaphore = theirs.acks(rank), theirs.acks_filled(rank)
-        self._ack_read = own.acks_emptied(peer)
+        self._acks_in, self.ack_semaphore = theirs.acks(rank), theirs.filled(rank, of_acks=True)
+        self._ack_read = own.emptied(peer, of_acks=True)
         self._num_acks_in = 0
 
     def send(

@@ -105,8 +105,8 @@ class Waiter:
         wait = self._own.wait()
         if wait is None or not self._has_received_all(self.rank, wait):
             return None
-        taken = self._own.acks_read_word(wait.peer) if wait.for_ack else self._own.read_word(wait.peer)
-        return wait.peer, ACKS if wait.for_ack else MESSAGES, wait.header, self._own.words[taken]
+        num_taken = self._own.words[self._own.read_word(wait.peer, wait.for_ack)]
+        return wait.peer, ACKS if wait.for_ack else MESSAGES, wait.header, num_taken
 
     def awaited_call(self) -> tuple[int, str] | None:
         """Peer and call, if this rank has waited for more than a moment."""
@@ -233,8 +233,5 @@ class Waiter:
     def _has_received_all(self, rank: int, wait: WaitRecord) -> bool:
         """Whether ``rank`` has taken all messages (or acks) that the peer it waits for has sent."""
         sender, taker = (self._own if r == self.rank else self._links[r].theirs for r in (wait.peer, rank))
-        if wait.for_ack:
-            sent, taken = sender.acks_sent_word(rank), taker.acks_read_word(wait.peer)
-        else:
-            sent, taken = sender.sent_word(rank), taker.read_word(wait.peer)
+        sent, taken = sender.sent_word(rank, wait.for_ack), taker.read_word(wait.peer, wait.for_ack)
         return sender.words[sent] == taker.words[taken]

@@ -176,7 +176,7 @@ class SharedTransport(MessageTransport, Transport):
         """Messages and acks that this rank has sent, by peer, in the form of ``WaitStatus.sent``."""
         words, page = self._page.words, self._page
         messages: dict[str, tuple[int, list[int]]] = {str(p): (words[page.sent_word(p)], []) for p in self._links}
-        return messages | {acks_key(p): (words[page.acks_sent_word(p)], []) for p in self._links}
+        return messages | {acks_key(p): (words[page.sent_word(p, of_acks=True)], []) for p in self._links}
 
     def _free(self) -> None:
         self._waiter.close()
