@@ -7,6 +7,7 @@ from zlib import crc32
 
 import torch
 
+from workbench.core.layout import balanced_bounds
 from workbench.transport.base import ACCUMULATED_IN_32_BITS
 
 _CACHED_NUMEL = 65536
@@ -84,6 +85,16 @@ def split_pieces(tensors: Sequence[torch.Tensor], piece_numel: int) -> Iterator[
                 piece, room = [], piece_numel
     if piece:
         yield piece
+
+
+def slices_of(group: Sequence[int], numel: int, is_one_shot: bool) -> dict[int, slice]:
+    """By rank, the elements of a flat tensor that it reduces: all of them, or a slice for the whole group.
+
+    >>> slices_of([0, 2], 5, is_one_shot=False)
+    {0: slice(0, 3, None), 2: slice(3, 5, None)}
+    """
+    bounds = [(0, numel)] * len(group) if is_one_shot else balanced_bounds(numel, len(group))
+    return {rank: slice(*bound) for rank, bound in zip(group, bounds, strict=True)}
 
 
 def group_tag(tag: int, group: Sequence[int]) -> int:

@@ -25,7 +25,6 @@ from typing import NamedTuple
 import torch
 
 from workbench.core.boxing import LinkCost
-from workbench.core.layout import balanced_bounds
 from workbench.transport.base import PeerShape, PeerTensor, Received, Transport
 from workbench.transport.ipc.events import EventWaiter
 from workbench.transport.ipc.handles import ON_DEVICE, HandleTable
@@ -33,7 +32,7 @@ from workbench.transport.ipc.transfers import Transfers, resolve_flags
 from workbench.transport.messaging.control_page import ControlPage, encode_header
 from workbench.transport.messaging.link import Block, Message
 from workbench.transport.messaging.message_transport import MessageTransport, closes_on_error
-from workbench.transport.reduction import group_tag
+from workbench.transport.reduction import group_tag, slices_of
 
 ONE_SHOT_BYTES = 256 * 2**10
 """Up to this size each rank reduces all terms itself, which saves one round of messages."""
@@ -121,11 +120,9 @@ class IpcTransport(MessageTransport, Transport):
         tensors = [resolve_flags(tensor) for tensor in tensors]
         dtype, numel = tensors[0].dtype, sum(tensor.numel() for tensor in tensors)
         is_one_shot = len(group) == 2 or numel * dtype.itemsize <= ONE_SHOT_BYTES
-        whole = dict.fromkeys(group, (0, numel))
-        bounds = balanced_bounds(numel, len(group))
-        slices = whole if is_one_shot else dict(zip(group, bounds, strict=True))
-        others = [rank for rank in group if rank != self.rank]
-        own = self._offer(tensors, dtype, numel, {rank: slices[rank] for rank in others}, number, text)
+        slices = slices_of(group, numel, is_one_shot)
+        others = {rank: part for rank, part in slices.items() if rank != self.rank}
+        own = self._offer(tensors, dtype, numel, others, number, text)
         return lambda: self._reduce(own, group, slices, reduction, number, text, is_one_shot)
 
     @closes_on_error
@@ -146,7 +143,7 @@ class IpcTransport(MessageTransport, Transport):
         tensors: Sequence[torch.Tensor],
         dtype: torch.dtype,
         numel: int,
-        slices: Mapping[int, tuple[int, int]],
+        slices: Mapping[int, slice],
         tag: int,
         header: bytes,
     ) -> _Term:
@@ -166,17 +163,10 @@ class IpcTransport(MessageTransport, Transport):
                 copies.append((term[start : start + tensor.numel()].view(tensor.shape), tensor))
                 start += tensor.numel()
         event_number = self._transfers.publish(copies, header)
-        for rank, (start, stop) in slices.items():
-            size = (stop - start) * dtype.itemsize
-            self._transfers.notify(
-                rank,
-                tag,
-                blocks[self._transfers.peers[rank].chunk_kind],
-                size,
-                header,
-                start * dtype.itemsize,
-                event_number,
-            )
+        for rank, part in slices.items():
+            block, skipped = blocks[self._transfers.peers[rank].chunk_kind], part.start * dtype.itemsize
+            size = part.stop * dtype.itemsize - skipped
+            self._transfers.notify(rank, tag, block, size, header, skipped, event_number)
         return _Term(terms[ON_DEVICE], list(blocks.values()), event_number)
 
     @closes_on_error
@@ -184,7 +174,7 @@ class IpcTransport(MessageTransport, Transport):
         self,
         term: _Term,
         group: Sequence[int],
-        slices: Mapping[int, tuple[int, int]],
+        slices: Mapping[int, slice],
         reduction: str,
         tag: int,
         header: bytes,
@@ -192,20 +182,19 @@ class IpcTransport(MessageTransport, Transport):
     ) -> torch.Tensor:
         own, blocks, event_number = term
         others = [rank for rank in group if rank != self.rank]
-        start, stop = slices[self.rank]
         # The current stream may differ from the one on which the term was copied.
         self._event_waiter.wait_for_event(self._transfers.events, event_number, header)
-        mine = own[start:stop]
+        mine = own[slices[self.rank]]
         messages = self._transfers.receive([(rank, mine.nbytes) for rank in others], tag, header)
         terms = {rank: self._transfers.view(rank, message, mine.shape, own.dtype) for rank, message in messages}
         terms[self.rank] = mine
         total = torch.empty_like(own)
         if mine.numel():  # in the order of the group on every rank: all ranks get the same bits
-            self._device.copy([total[start:stop]], [terms[rank] for rank in group], [len(group)], reduction)
+            self._device.copy([total[slices[self.rank]]], [terms[rank] for rank in group], [len(group)], reduction)
         self._transfers.release_later(messages, blocks)
         if not is_one_shot:
-            sends = [(rank, total[start:stop]) for rank in others]
-            receives = [(rank, total[slice(*slices[rank])]) for rank in others]
+            sends = [(rank, total[slices[self.rank]]) for rank in others]
+            receives = [(rank, total[slices[rank]]) for rank in others]
             self._transfers.send(sends, tag | 1, header)
             self._receive(receives, tag | 1, header)
         return total

@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 
 from workbench.core.boxing import LinkCost
-from workbench.core.layout import balanced_bounds
 from workbench.errors import CollectiveAborted
 from workbench.transport.base import PeerTensor, Transport, pack, reason_of
 from workbench.transport.network.hang_detector import HAS_LEFT, HangDetector, Wait
 from workbench.transport.network.helper_thread import HelperThread, Job
-from workbench.transport.reduction import group_tag, reduce_into
+from workbench.transport.reduction import group_tag, reduce_into, slices_of
 from workbench.transport.user_code import user_location
 
 ONE_SHOT_BYTES = 16 * 2**10
@@ -105,10 +104,7 @@ class GlooTransport(Transport):
         own = pack(tensors).to(_CPU)
         tag, others = group_tag(tag, group), [rank for rank in group if rank != self.rank]
         is_one_shot = len(group) == 2 or own.nbytes <= ONE_SHOT_BYTES
-        slices = {rank: slice(0, own.numel()) for rank in group}
-        if not is_one_shot:
-            bounds = balanced_bounds(own.numel(), len(group))
-            slices = {rank: slice(*bound) for rank, bound in zip(group, bounds, strict=True)}
+        slices = slices_of(group, own.numel(), is_one_shot)
         mine = own[slices[self.rank]]
         terms = {rank: torch.empty_like(mine) for rank in others}
         wait = self._start([(rank, own[slices[rank]]) for rank in others], list(terms.items()), tag, header)
@@ -120,9 +116,9 @@ class GlooTransport(Transport):
             # One rank reduces each slice, in the order of the group: all ranks get the same bits.
             reduce_into([terms[rank] for rank in group], total[slices[self.rank]], reduction)
             if not is_one_shot:
-                sends = [(rank, total[slices[self.rank]]) for rank in others]
+                part = total[slices[self.rank]].clone()  # the caller may write to the total before it is sent
                 receives = [(rank, total[slices[rank]]) for rank in others]
-                self._start([(rank, part.clone()) for rank, part in sends], receives, tag, f"{header}, second step")()
+                self._start([(rank, part) for rank in others], receives, tag, f"{header}, second step")()
             return total.to(self.device)
 
         return finish

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
-from workbench.core.layout import balanced_bounds
 from workbench.transport.base import pack
 from workbench.transport.messaging.endpoint import Endpoint
 from workbench.transport.messaging.link import Block, InPlaceBuffer, Message
 from workbench.transport.messaging.transfer_plan import ONE_SHOT_BYTES
-from workbench.transport.reduction import reduce_into, split_pieces
+from workbench.transport.reduction import reduce_into, slices_of, split_pieces
 from workbench.transport.shared.segment import MIN_IN_PLACE_BYTES, Segment
 
 PIECE_BYTES = 4 * 2**20
@@ -128,7 +127,7 @@ class AllReduce:
         skipped: int,
     ) -> None:
         """First of two steps: reduce this rank's slice of all terms and publish it."""
-        place = self._slices(out)[self._endpoint.rank]
+        place = slices_of(self._group, out.numel(), is_one_shot=False)[self._endpoint.rank]
         own = out[place]
         reduce_into([term[place] for term in terms], own, self._reduction)
         self._endpoint.read_bytes += (len(terms) - 1) * own.nbytes
@@ -145,17 +144,13 @@ class AllReduce:
 
     def _collect(self, out: torch.Tensor) -> None:
         """Second step: copy the slices that the peers have reduced."""
-        slices = self._slices(out)
+        slices = slices_of(self._group, out.numel(), is_one_shot=False)
         for rank in self._others:
             message = self._endpoint.receive(rank, self._tag | 1, self._header, out.nbytes)
             target, place = out[slices[rank]], slices[rank]
             target.copy_(self._endpoint.view(rank, message, out.shape, out.dtype)[place])
             self._endpoint.read_bytes += target.nbytes
             self._endpoint.links[rank].acknowledge(message)
-
-    def _slices(self, out: torch.Tensor) -> dict[int, slice]:
-        bounds = balanced_bounds(out.numel(), len(self._group))
-        return {rank: slice(*bound) for rank, bound in zip(self._group, bounds, strict=True)}
 
     def _acknowledge(self, messages: dict[int, Message]) -> None:
         for rank, message in messages.items():
