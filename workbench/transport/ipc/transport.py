@@ -20,7 +20,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 import torch
 
@@ -39,14 +38,6 @@ ONE_SHOT_BYTES = 256 * 2**10
 _LAST_MESSAGES_S = 10.0
 """Limit of the time for which a rank that closes waits until its peers have read its last messages."""
 _NAP_S = 1e-3
-
-
-class _Term(NamedTuple):
-    """This rank's term of a reduction: its data, the blocks that hold it, and the event after which it is there."""
-
-    data: torch.Tensor
-    blocks: list[Block]
-    event_number: int
 
 
 class IpcTransport(MessageTransport, Transport):
@@ -122,8 +113,27 @@ class IpcTransport(MessageTransport, Transport):
         is_one_shot = len(group) == 2 or numel * dtype.itemsize <= ONE_SHOT_BYTES
         slices = slices_of(group, numel, is_one_shot)
         others = {rank: part for rank, part in slices.items() if rank != self.rank}
-        own = self._offer(tensors, dtype, numel, others, number, text)
-        return lambda: self._reduce(own, group, slices, reduction, number, text, is_one_shot)
+        own, blocks, event_number = self._offer(tensors, dtype, numel, others, number, text)
+
+        def reduce() -> torch.Tensor:
+            # The current stream may differ from the one on which the term was copied.
+            self._event_waiter.wait_for_event(self._transfers.events, event_number, text)
+            mine = own[slices[self.rank]]
+            messages = self._transfers.receive([(rank, mine.nbytes) for rank in others], number, text)
+            terms = {rank: self._transfers.view(rank, message, mine.shape, dtype) for rank, message in messages}
+            terms[self.rank] = mine
+            total = torch.empty_like(own)
+            if mine.numel():  # in the order of the group on every rank: all ranks get the same bits
+                self._device.copy([total[slices[self.rank]]], [terms[rank] for rank in group], [len(group)], reduction)
+            self._transfers.release_later(messages, blocks)
+            if not is_one_shot:
+                sends = [(rank, total[slices[self.rank]]) for rank in others]
+                receives = [(rank, total[slices[rank]]) for rank in others]
+                self._transfers.send(sends, number | 1, text)
+                self._receive(receives, number | 1, text)
+            return total
+
+        return lambda: self._run(reduce)
 
     @closes_on_error
     def _receive(self, receives: Sequence[PeerTensor], tag: int, header: bytes) -> None:
@@ -146,14 +156,16 @@ class IpcTransport(MessageTransport, Transport):
         slices: Mapping[int, slice],
         tag: int,
         header: bytes,
-    ) -> _Term:
-        """Copy this rank's term into the pool and publish each peer's slice."""
+    ) -> tuple[torch.Tensor, list[Block], int]:
+        """Copy this rank's term into the pool and publish each peer's slice. Returns the term, the blocks that hold it,
+        and the number of the event after which it is there.
+        """
         self._transfers.make_progress()
         kinds = sorted({ON_DEVICE} | {self._transfers.peers[rank].chunk_kind for rank in slices})
         if numel == 0:
             for rank in slices:
                 self._transfers.notify(rank, tag, None, 0, header, 0, 1)
-            return _Term(torch.empty(0, dtype=dtype, device=self.device), [], 0)
+            return torch.empty(0, dtype=dtype, device=self.device), [], 0
         blocks = {kind: self._transfers.pool.allocate(numel * dtype.itemsize, kind, header) for kind in kinds}
         terms = {kind: self._transfers.pool.view(block, (numel,), dtype) for kind, block in blocks.items()}
         copies = []
@@ -167,37 +179,7 @@ class IpcTransport(MessageTransport, Transport):
             block, skipped = blocks[self._transfers.peers[rank].chunk_kind], part.start * dtype.itemsize
             size = part.stop * dtype.itemsize - skipped
             self._transfers.notify(rank, tag, block, size, header, skipped, event_number)
-        return _Term(terms[ON_DEVICE], list(blocks.values()), event_number)
-
-    @closes_on_error
-    def _reduce(
-        self,
-        term: _Term,
-        group: Sequence[int],
-        slices: Mapping[int, slice],
-        reduction: str,
-        tag: int,
-        header: bytes,
-        is_one_shot: bool,
-    ) -> torch.Tensor:
-        own, blocks, event_number = term
-        others = [rank for rank in group if rank != self.rank]
-        # The current stream may differ from the one on which the term was copied.
-        self._event_waiter.wait_for_event(self._transfers.events, event_number, header)
-        mine = own[slices[self.rank]]
-        messages = self._transfers.receive([(rank, mine.nbytes) for rank in others], tag, header)
-        terms = {rank: self._transfers.view(rank, message, mine.shape, own.dtype) for rank, message in messages}
-        terms[self.rank] = mine
-        total = torch.empty_like(own)
-        if mine.numel():  # in the order of the group on every rank: all ranks get the same bits
-            self._device.copy([total[slices[self.rank]]], [terms[rank] for rank in group], [len(group)], reduction)
-        self._transfers.release_later(messages, blocks)
-        if not is_one_shot:
-            sends = [(rank, total[slices[self.rank]]) for rank in others]
-            receives = [(rank, total[slices[rank]]) for rank in others]
-            self._transfers.send(sends, tag | 1, header)
-            self._receive(receives, tag | 1, header)
-        return total
+        return terms[ON_DEVICE], list(blocks.values()), event_number
 
     def _free(self) -> None:
         with suppress(RuntimeError):  # a broken device runs nothing

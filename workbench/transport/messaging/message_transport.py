@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from workbench.errors import CollectiveAborted
 from workbench.transport.base import reason_of
@@ -63,6 +63,11 @@ class MessageTransport(ABC):
         for link in self._links.values():
             while not link.send_queued():
                 self._waiter.wait_for_room(link, time.perf_counter() - started)
+
+    @closes_on_error
+    def _run(self, finish: Callable[[], Any]) -> Any:
+        """The result of the second half of an exchange."""
+        return finish()
 
     def has_pending_message(self) -> bool:
         """Whether a wait of this rank is about to end; may be asked from another thread."""

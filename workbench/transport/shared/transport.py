@@ -33,7 +33,7 @@ from workbench.transport.shared.get import get
 from workbench.transport.shared.persistent import PERSISTENT_BYTES, PersistentExchanges
 from workbench.transport.shared.put import PutCache
 from workbench.transport.shared.segment import Segment
-from workbench.transport.shared.shared_buffers import Lease, SharedBuffers
+from workbench.transport.shared.shared_buffers import SharedBuffers
 
 FIRST_CHUNK_BYTES = 8 * 2**20 + PERSISTENT_BYTES
 """Memory for data that every rank starts with; the segment grows in larger and larger steps."""
@@ -142,11 +142,7 @@ class SharedTransport(MessageTransport, Transport):
         header: str,
     ) -> tuple[bool, Callable[[], list[torch.Tensor]]]:
         lease = self._buffers.of(group).begin(full_shapes, regions, parts, tag << 1, header)
-        return lease.memory is not None, lambda: self._end(lease)
-
-    @closes_on_error
-    def _end(self, lease: Lease) -> list[torch.Tensor]:
-        return lease.end()
+        return lease.memory is not None, lambda: self._run(lease.end)
 
     @closes_on_error
     def start_all_reduce(
@@ -154,11 +150,7 @@ class SharedTransport(MessageTransport, Transport):
     ) -> Callable[[], torch.Tensor]:
         number = group_tag(tag, group) << 1
         reduction_ = AllReduce(self._segment, self._endpoint, tensors, group, reduction, number, encode_header(header))
-        return lambda: self._finish(reduction_)
-
-    @closes_on_error
-    def _finish(self, reduction_: AllReduce) -> torch.Tensor:
-        return reduction_.finish()
+        return lambda: self._run(reduction_.finish)
 
     def peer_failure(self) -> str | None:
         """The failure of a peer that has ended this world; None if all peers run."""
