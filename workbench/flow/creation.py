@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from workbench.errors import LayoutError
 from workbench.flow.devices import torch_device
 from workbench.flow.local_tensor import join_with_local_tensors, local
 from workbench.flow.old_spellings import missing_layout
@@ -30,7 +31,12 @@ def _creator(name: str) -> Callable[..., torch.Tensor]:
         join_with_local_tensors()
         if (placement is None) != (sbp is None):
             raise missing_layout(f"flow.{name}", (), placement, sbp)
-        if placement is not None and make_global is not None:
+        if placement is not None:
+            if make_global is None:
+                raise LayoutError(
+                    f"flow.{name}(placement=..., sbp=...): it makes local tensors only. Make it global, then box it: "
+                    f"flow.{name}(...).to_global(placement, flow.sbp.broadcast).to_global(sbp=...)."
+                )
             return make_global(*args, placement=placement, sbp=sbp, **options)
         if options.get("device") is not None:
             options["device"] = torch_device(options["device"])
