@@ -15,6 +15,7 @@ from tests.flow.small_job import COLUMNS, NORMAL, ROWS, Images, Labels, X, Y, to
 from workbench import flow
 from workbench.errors import JobError
 from workbench.flow import hosts
+from workbench.flow.jobs import store
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 
@@ -278,6 +279,18 @@ def test_results_may_be_nested_and_a_callback_may_take_them() -> None:
         assert (result["number"], result["none"]) == (3, None)
         np.testing.assert_array_equal(heard, X * 2)
         np.testing.assert_array_equal(result["named"].x, X * 3)
+
+
+def test_variables_are_those_of_so_many_ranks() -> None:
+    def run(rank: int) -> None:
+        world = current()
+        found = store.store_of(world)
+        assert store.known_store(world) is store.store_of(world) is found
+        world.world_size += 1  # as after a resize
+        assert store.known_store(world) is None
+        world.world_size -= 1
+
+    run_ranks(run, 2)
 
 
 def test_a_job_on_fewer_devices_than_there_are() -> None:

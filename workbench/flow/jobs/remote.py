@@ -46,15 +46,16 @@ def run_job(name: str, arrays: Mapping[str, Any], limits: DeviceLimits, serials:
     """Run a job that was kept.
 
     Raises:
-        JobError: this rank lacks the variables of earlier calls, because its process was replaced.
+        JobError: this rank lacks the variables of earlier calls, because its process was replaced, or the number of
+            ranks was changed.
     """
     world = current()
     known, job = known_store(world), _jobs.get(name)
     if job is None or (serials is not None and (known is None or serials[world.rank] != known.serial)):
         raise JobError(
-            f"{name}: the process of rank {world.rank} is another one than in the calls before, and its variables are "
-            "lost. All ranks have equal variables: begin anew with check_point.init(), or load a checkpoint with "
-            "check_point.load(path), and call the job again."
+            f"{name}: the process of rank {world.rank} is another one than in the calls before, or the number of ranks "
+            f"({world.world_size}) is, and its variables are lost. All ranks have equal variables: begin anew with "
+            "check_point.init(), or load a checkpoint with check_point.load(path), and call the job again."
         )
     store = store_of(world)
     result = run(job, arrays, store, limits, on_rank_0=True)

@@ -145,20 +145,21 @@ _stores: WeakKeyDictionary[World, Store] = WeakKeyDictionary()
 
 
 def known_store(world: World) -> Store | None:
-    """This rank's store in a world, if it has one; no communication."""
-    return _stores.get(world)
+    """This rank's store in a world of so many ranks, if it has one; no communication."""
+    store = _stores.get(world)
+    return store if store is not None and sum(map(len, store.devices.by_host)) == world.world_size else None
 
 
 def store_of(world: World) -> Store:
     """This rank's store in a world, made by the first call; all ranks call it together."""
-    store = _stores.get(world)
+    store = known_store(world)
     if store is None:
         store = _stores[world] = Store(world, Devices.of_world(world))
     return store
 
 
 def common_store(world: World) -> Store:
-    """``store_of`` after a rank's process may have been replaced: all ranks then begin with new stores."""
-    if not all(all_gather_object(world in _stores, world, "which ranks have variables")):
+    """``store_of`` after a rank's process may have been replaced, or a resize: all ranks then begin with new stores."""
+    if not all(all_gather_object(known_store(world) is not None, world, "which ranks have variables")):
         _stores.pop(world, None)
     return store_of(world)
