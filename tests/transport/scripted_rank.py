@@ -32,7 +32,7 @@ def files() -> list[str]:
 
 
 def set_timeout(timeout_s: str) -> None:
-    world.current().transport._waiter.timeout_s = float(timeout_s)
+    world.current().transport.waiter.timeout_s = float(timeout_s)
 
 
 def leave() -> None:

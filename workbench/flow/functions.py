@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from workbench.core.sbp import Broadcast
 from workbench.flow.jobs.context import in_scope, running_job
 from workbench.flow.jobs.micro_batches import counts_of_micro_batches, map_micro_batches
+from workbench.tensors.boxing.box import box
 
 
 def _accepts_torch_arguments(torchs: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -120,9 +122,6 @@ def parallel_cast(input: Any, distribute: Any = None, gradient_distribute: Any =
 
     Its gradient has the layout of ``input``.
     """
-    from workbench.core.sbp import Broadcast
-    from workbench.tensors.boxing.box import box
-
     job = running_job("parallel_cast")
     if counts_of_micro_batches(input):
         return map_micro_batches(parallel_cast, (input, distribute), {})

@@ -50,9 +50,9 @@ class MixedTransport(Transport):
         self._has_intra_host = intra_host is not None
         if intra_host is not None:
             self._intra_host = intra_host
-            inter_host.external_failure = intra_host.peer_failure
+            inter_host.external_failure = intra_host.waiter.peer_failure
             inter_host.hang_detector.local_counts = intra_host.sent_counts
-            intra_host.set_external_check(self._check_inter_host)
+            intra_host.waiter.external_failure = self._check_inter_host  # the ranks of a host may depend on others
             intra_host.on_failure = inter_host.fail
 
     @property
@@ -191,7 +191,7 @@ class MixedTransport(Transport):
         """The reason why this rank's wait inside the host cannot end, found in the statuses of other hosts' ranks."""
         if self._inter_host.abort_reason is not None:
             return self._inter_host.abort_reason
-        waiting = self._intra_host.unsatisfied_wait()
+        waiting = self._intra_host.waiter.unsatisfied_wait()
         if waiting is None:
             self._inter_host.hang_detector.forget_wait()
             return None

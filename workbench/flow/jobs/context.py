@@ -23,7 +23,8 @@ from workbench.tensors.global_tensor import GlobalTensor
 if TYPE_CHECKING:
     from workbench.flow.jobs.store import Store
 
-_running: ContextVar[RunningJob | None] = ContextVar("workbench_flow_job", default=None)
+running: ContextVar[RunningJob | None] = ContextVar("workbench_flow_job", default=None)
+"""The job in progress, if there is one."""
 
 
 @dataclass
@@ -117,7 +118,7 @@ def running_job(what: str) -> RunningJob:
     Raises:
         JobError: the caller, ``what``, is outside of a job.
     """
-    job = _running.get()
+    job = running.get()
     if job is None:
         raise JobError(
             f"{what} is called outside of a job function, but it belongs to a job. Call it in "
@@ -126,19 +127,14 @@ def running_job(what: str) -> RunningJob:
     return job
 
 
-def running_job_or_none() -> RunningJob | None:
-    """The job in progress, if there is one."""
-    return _running.get()
-
-
 @contextmanager
 def in_job(job: RunningJob) -> Iterator[None]:
     """Context in which this rank runs ``job``."""
-    token = _running.set(job)
+    token = running.set(job)
     try:
         yield
     finally:
-        _running.reset(token)
+        running.reset(token)
 
 
 def in_scope(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,7 +147,7 @@ def in_scope(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, name: str | None = None, **kwargs: Any) -> Any:
         if counts_of_micro_batches((args, kwargs)):
             return map_micro_batches(run, args, kwargs)
-        job = _running.get()
+        job = running.get()
         if job is None or job.is_mirrored:
             return function(*args, **kwargs)
         moved, named = tree_map(job.to_scope, (args, kwargs))

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from workbench.flow.jobs.context import in_scope, running_job_or_none
+from workbench.core.layout import Layout
+from workbench.core.sbp import Split
+from workbench.flow.jobs.context import in_scope, running
 from workbench.flow.nn.padding import Pads, edges, pad_window, pair, to_channels_first, to_channels_last
 from workbench.tensors import random
 
@@ -108,7 +110,7 @@ def dropout(x: Any, rate: float = 0.5, noise_shape: Any = None, seed: int | None
     """
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout(rate={rate}): the share of elements to drop is from 0 to below 1, e.g. 0.5.")
-    job = running_job_or_none()
+    job = running.get()
     if job is None:
         return F.dropout(x, rate)
     if not job.trains or rate == 0.0:
@@ -120,9 +122,6 @@ def dropout(x: Any, rate: float = 0.5, noise_shape: Any = None, seed: int | None
 
 def _own_mask(x: torch.Tensor, rate: float, job: Any) -> torch.Tensor:
     """This device's rows of the mask of the whole batch. Moves no data."""
-    from workbench.core.layout import Layout
-    from workbench.core.sbp import Split
-
     world, devices = job.store.world, job.placement.num_ranks
     shape = (x.shape[0] * devices, *x.shape[1:])
     layout = Layout(job.placement, (Split(0),))

@@ -195,7 +195,7 @@ class IpcTransport(MessageTransport, Transport):
         """Wait until peers have read the last messages: memory of a process that has ended cannot be read."""
         end = time.perf_counter() + _LAST_MESSAGES_S
         for link in self._transfers.links.values():
-            while time.perf_counter() < end and not self._waiter.is_gone(link):
+            while time.perf_counter() < end and not self.waiter.is_gone(link):
                 self._transfers.release_finished()
                 link.send_queued()
                 link.collect_acks()

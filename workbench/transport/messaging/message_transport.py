@@ -27,13 +27,13 @@ def closes_on_error(method: Callable[Concatenate[T, P], R]) -> Callable[Concaten
 
     @wraps(method)
     def run(self: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self._waiter.abort_reason is not None:
+        if self.waiter.abort_reason is not None:
             self.fail()
-            raise CollectiveAborted(f"rank {self.rank}: this world has ended: {self._waiter.abort_reason}")
+            raise CollectiveAborted(f"rank {self.rank}: this world has ended: {self.waiter.abort_reason}")
         try:
             return method(self, *args, **kwargs)
         except BaseException as error:
-            self._waiter.abort_reason = self._waiter.abort_reason or reason_of(error)
+            self.waiter.abort_reason = self.waiter.abort_reason or reason_of(error)
             self.fail()
             raise
 
@@ -41,11 +41,15 @@ def closes_on_error(method: Callable[Concatenate[T, P], R]) -> Callable[Concaten
 
 
 class MessageTransport(ABC):
-    """Common part of the transports over messages: how they end, and how they deliver their last messages."""
+    """Common part of the transports over messages: how they end, and how they deliver their last messages.
+
+    Attributes:
+        waiter: waits for messages of peers, and says why a wait has to end.
+    """
 
     def __init__(self, rank: int, page: ControlPage, links: Mapping[int, Link], waiter: Waiter) -> None:
         self.rank, self.world_size = rank, len(links) + 1
-        self._page, self._links, self._waiter = page, links, waiter
+        self._page, self._links, self.waiter = page, links, waiter
         self._is_closed = False
         self.on_failure: Callable[[str], None] = lambda reason: None
         """Called with the reason when this rank fails: ranks of other hosts may wait for it."""
@@ -54,7 +58,7 @@ class MessageTransport(ABC):
         """Send the messages that had no room in their rings; all data was copied when it was sent. A world that has
         ended sends nothing more.
         """
-        if self._waiter.abort_reason is None and not all(link.send_queued() for link in self._links.values()):
+        if self.waiter.abort_reason is None and not all(link.send_queued() for link in self._links.values()):
             self._wait_for_room()
 
     @closes_on_error
@@ -62,7 +66,7 @@ class MessageTransport(ABC):
         started = time.perf_counter()
         for link in self._links.values():
             while not link.send_queued():
-                self._waiter.wait_for_room(link, time.perf_counter() - started)
+                self.waiter.wait_for_room(link, time.perf_counter() - started)
 
     @closes_on_error
     def _run(self, finish: Callable[[], Any]) -> Any:
@@ -71,19 +75,19 @@ class MessageTransport(ABC):
 
     def has_pending_message(self) -> bool:
         """Whether a wait of this rank is about to end; may be asked from another thread."""
-        return self._waiter.has_pending_message()
+        return self.waiter.has_pending_message()
 
     def awaited_call(self) -> tuple[int, str] | None:
         """See ``base.Transport``."""
-        return self._waiter.awaited_call()
+        return self.waiter.awaited_call()
 
     def abort(self, reason: str) -> None:
         """See ``base.Transport``."""
-        self._waiter.abort_reason = self._waiter.abort_reason or reason
+        self.waiter.abort_reason = self.waiter.abort_reason or reason
 
     def fail(self) -> None:
         """Publish that this rank has failed, so that waits of its peers end."""
-        reason = self._waiter.abort_reason = self._waiter.abort_reason or "it was aborted"
+        reason = self.waiter.abort_reason = self.waiter.abort_reason or "it was aborted"
         if not self._is_closed:
             self._page.end(FAILED, reason)
             self.on_failure(reason)
@@ -92,10 +96,10 @@ class MessageTransport(ABC):
         """See ``base.Transport``; peers can still read the last messages."""
         if self._is_closed:
             return
-        if self._waiter.abort_reason is None:
+        if self.waiter.abort_reason is None:
             self._let_peers_read()
             self._page.end(LEFT)
-            self._waiter.abort_reason = "this rank has left it"
+            self.waiter.abort_reason = "this rank has left it"
         else:
             self.fail()  # no wait may have seen the reason yet
         self._is_closed = True

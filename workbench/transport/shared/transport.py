@@ -60,7 +60,7 @@ class SharedTransport(MessageTransport, Transport):
     ) -> None:
         super().__init__(rank, page, links, Waiter(rank, page, links, semaphores, timeout_s))
         self._segment = Segment(rank, page, links.values(), first_chunk, reserved_bytes=PERSISTENT_BYTES)
-        self._endpoint = Endpoint(rank, links, self._waiter)
+        self._endpoint = Endpoint(rank, links, self.waiter)
         self._puts = PutCache(self._segment, self._endpoint)
         self._persistent = PersistentExchanges(self._segment, self._endpoint)
         self._buffers = SharedBuffers(self._segment, self._endpoint)
@@ -152,18 +152,6 @@ class SharedTransport(MessageTransport, Transport):
         reduction_ = AllReduce(self._segment, self._endpoint, tensors, group, reduction, number, encode_header(header))
         return lambda: self._run(reduction_.finish)
 
-    def peer_failure(self) -> str | None:
-        """The failure of a peer that has ended this world; None if all peers run."""
-        return self._waiter.peer_failure()
-
-    def set_external_check(self, external_failure: Callable[[], str | None]) -> None:
-        """Call ``external_failure`` during waits, too: the ranks of a host may depend on other hosts."""
-        self._waiter.external_failure = external_failure
-
-    def unsatisfied_wait(self) -> tuple[int, int, str, int] | None:
-        """Peer, slot, call and count of received messages, if this rank waits and no message is in flight to it."""
-        return self._waiter.unsatisfied_wait()
-
     def sent_counts(self) -> dict[str, tuple[int, list[int]]]:
         """Messages and acks that this rank has sent, by peer, in the form of ``WaitStatus.sent``."""
         words, page = self._page.words, self._page
@@ -171,7 +159,7 @@ class SharedTransport(MessageTransport, Transport):
         return messages | {acks_key(p): (words[page.sent_word(p, of_acks=True)], []) for p in self._links}
 
     def _free(self) -> None:
-        self._waiter.close()
+        self.waiter.close()
         self._page.memory.close()
         self._segment.close()
 
@@ -179,11 +167,11 @@ class SharedTransport(MessageTransport, Transport):
         """Send the last messages, and wait for their readers: nobody can open this rank's files after it has ended."""
         end = time.perf_counter() + _QUEUED_MESSAGES_S
         for link in self._links.values():
-            while not link.send_queued() and time.perf_counter() < end and not self._waiter.is_gone(link):
+            while not link.send_queued() and time.perf_counter() < end and not self.waiter.is_gone(link):
                 time.sleep(_LOOK_S)
         end = time.perf_counter() + _LAST_MESSAGES_S
         for link in self._links.values():
-            while link.has_files_to_open and time.perf_counter() < end and not self._waiter.is_gone(link):
+            while link.has_files_to_open and time.perf_counter() < end and not self.waiter.is_gone(link):
                 time.sleep(_LOOK_S)
                 link.collect_acks()
 
