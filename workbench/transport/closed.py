@@ -12,20 +12,8 @@ from typing import Any
 from workbench.errors import CollectiveAborted
 from workbench.transport.base import Transport
 
-_EXCHANGES = frozenset(
-    {
-        "exchange",
-        "start_exchange_in_place",
-        "all_reduce",
-        "start_all_reduce",
-        "all_gather",
-        "start_all_gather",
-        "start_reduce_scatter",
-        "start_exchange",
-        "execute",
-        "start_shared_all_gather",
-    }
-)
+_EXCHANGES = ("exchange", "all_reduce", "all_gather", "execute", "start_", "open_channel")
+"""How the names of methods begin that exchange."""
 _BEGIN_AGAIN = (
     "Messages of its micro-batches are in flight, and a later step would receive them as its own. Call wb.rebuild() on "
     "every rank, or run the next cell: tensors and modules stay usable. Then start the step again, with "
@@ -47,7 +35,7 @@ class ClosedTransport:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.base, name)
-        return self._refuse if name in _EXCHANGES else found
+        return self._refuse if name.startswith(_EXCHANGES) else found
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         self.base.abort(self.reason)

@@ -201,14 +201,17 @@ def connect_distributed(
     rendezvous: Rendezvous, rank: int, world_size: int, backend: str, device: torch.device, timeout_s: float
 ) -> Transport:
     """The transport over torch.distributed's default group, or shared memory if all ranks run on CPUs."""
+    if requested_by_environment() == "shared" and (backend, device.type) != ("gloo", "cpu"):
+        raise WorldError(
+            f"{VARIABLE}=shared: rank {rank} works on {device} over {backend}. Memory is shared "
+            f'by CPU ranks only: use device="cpu", or unset {VARIABLE}.'
+        )
     if backend != "gloo":
-        _refuse_shared(rank, device, backend)
         return DistributedTransport(rank, world_size, backend, timeout_s, device, rendezvous)
     gloo = GlooTransport(rank, world_size, timeout_s, HangDetector(rendezvous, rank), device)
+    if device.type != "cpu":
+        return gloo
     try:
-        if device.type != "cpu":
-            _refuse_shared(rank, device, backend)
-            return gloo
         chosen = select_transport(gloo, lambda tensor: gloo.all_gather(tensor, "init()"), rank, world_size, timeout_s)
     except BaseException:
         gloo.close()
@@ -216,14 +219,6 @@ def connect_distributed(
     if isinstance(chosen, SharedTransport):
         gloo.retire()
     return chosen
-
-
-def _refuse_shared(rank: int, device: torch.device, backend: str) -> None:
-    if requested_by_environment() == "shared":
-        raise WorldError(
-            f"{VARIABLE}=shared: rank {rank} works on {device} over {backend}. Memory is shared "
-            f'by CPU ranks only: use device="cpu", or unset {VARIABLE}.'
-        )
 
 
 def set_reason(transport: Transport, world_size: int, why_not: str) -> None:
