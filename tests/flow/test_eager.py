@@ -264,6 +264,18 @@ def test_saved_values_load_under_another_layout(tmp_path):
         assert torch.equal(loaded, value)
 
 
+def test_values_load_on_the_device_of_the_rank(tmp_path, monkeypatch):
+    asked, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda *args, **options: asked.append(options) or load(*args, **options))
+
+    def program():
+        flow.save(flow.ones(3), tmp_path / "ones")
+        return flow.load(tmp_path / "ones").tolist()
+
+    assert run_ranks(program, 1) == [[1, 1, 1]]
+    assert asked == [{"map_location": torch.device("cpu")}]
+
+
 def test_old_spellings_warn_with_the_new_one():
     def program():
         with pytest.warns(DeprecationWarning, match=r'Write placement\("cuda", ranks=\[0\]\)') as caught:

@@ -33,12 +33,13 @@ def save(obj: Any, path: str | Path, global_dst_rank: int = 0) -> None:
 
 
 def load(path: str | Path, global_src_rank: int | None = None) -> Any:
-    """The values in a file of ``save``, as local tensors. Every rank reads the file.
+    """The values in a file of ``save``, as local tensors on this rank's device. Every rank reads the file.
 
     ``module.load_state_dict`` accepts them for any layouts of the module's parameters. ``global_src_rank`` has no
     effect.
     """
-    return tree_map(lambda leaf: local(leaf) if isinstance(leaf, torch.Tensor) else leaf, torch.load(path))
+    loaded = torch.load(path, map_location=join().device)
+    return tree_map(lambda leaf: local(leaf) if isinstance(leaf, torch.Tensor) else leaf, loaded)
 
 
 def _whole(leaf: Any) -> Any:
