@@ -18,7 +18,7 @@ from workbench.errors import LayoutError
 from workbench.flow import old_spellings
 from workbench.flow.devices import torch_device
 from workbench.flow.nn.module_config import ModuleConfig
-from workbench.flow.world_join import join, join_if_launched
+from workbench.flow.world_join import join_if_launched
 from workbench.tensors.boxing.box import box
 from workbench.tensors.conversion import to_global
 from workbench.tensors.global_tensor import GlobalTensor
@@ -87,10 +87,8 @@ def _to_global_weight(
     """A weight in the layout that is asked for; one that is global already stays the same object."""
     try:
         if isinstance(value, GlobalTensor):
-            layout = Layout.of(placement or value.placement, value.sbp if sbp is None else sbp)
-            layout.placement.check_world(join().world_size)
             detached: Any = value.detach()
-            value._take_data(box(detached, layout.normalized(tuple(value.shape))))
+            value._take_data(box(detached, value._layout_of(placement, sbp)))
             return value
         if placement is None or sbp is None:
             raise old_spellings.missing_layout("to_global", value.shape, placement, sbp)
