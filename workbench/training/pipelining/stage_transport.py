@@ -69,30 +69,25 @@ class StageTransport(Transport):
     def start_exchange(
         self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str
     ) -> Callable[[], None]:
-        wanted = [(source, tuple(out.shape)) for source, out in receives]
-        dtype = receives[0][1].dtype if receives else torch.float32
-        receive = self.start_exchange_in_place(sends, wanted, dtype, tag, header)
+        away, in_order = self._send(sends, [source for source, _ in receives], tag, header)
+        from_away = [(self.rank_of[source], out) for source, out in receives if not self._is_here(source)]
+        receive: Callable[[], None] = do_nothing
+        if away or from_away:
+            with in_order:
+                receive = self.base.start_exchange(away, from_away, tag, header)
 
         def finish() -> None:
-            pieces, release = receive()
-            for (_, out), piece in zip(receives, pieces, strict=True):
-                out.copy_(piece)
-            release()
+            receive()
+            for source, out in receives:
+                if self._is_here(source):
+                    out.copy_(self._take(source, tag, header))
 
         return finish
 
     def start_exchange_in_place(
         self, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
     ) -> Callable[[], Received]:
-        self._check_peers({other for other, _ in sends}, header)
-        self._check_peers({other for other, _ in wanted}, header)
-        pairs = [*((self.own, other) for other, _ in sends), *((other, self.own) for other, _ in wanted)]
-        in_order = self._in_order(pairs, header)
-        for destination, tensor in sends:
-            if self._is_here(destination):
-                kept = tensor.clone(memory_format=torch.contiguous_format)
-                self.queues.setdefault((self.own, destination, tag), deque()).append(kept)
-        away = [(self.rank_of[other], tensor) for other, tensor in sends if not self._is_here(other)]
+        away, in_order = self._send(sends, [other for other, _ in wanted], tag, header)
         from_away = [(self.rank_of[other], shape) for other, shape in wanted if not self._is_here(other)]
         receive: Callable[[], Received] = lambda: ([], do_nothing)  # noqa: E731
         if away or from_away:
@@ -107,6 +102,20 @@ class StageTransport(Transport):
             ], release
 
         return finish
+
+    def _send(
+        self, sends: Sequence[PeerTensor], sources: Sequence[int], tag: int, header: str
+    ) -> tuple[list[PeerTensor], AbstractContextManager[None]]:
+        """Keep what goes to stages of this rank; returns what goes to other ranks, and in which channel."""
+        for others in ({other for other, _ in sends}, set(sources)):
+            self._check_peers(others, header)
+        pairs = [*((self.own, other) for other, _ in sends), *((other, self.own) for other in sources)]
+        in_order = self._in_order(pairs, header)
+        for destination, tensor in sends:
+            if self._is_here(destination):
+                kept = tensor.clone(memory_format=torch.contiguous_format)
+                self.queues.setdefault((self.own, destination, tag), deque()).append(kept)
+        return [(self.rank_of[other], tensor) for other, tensor in sends if not self._is_here(other)], in_order
 
     def is_of_this_stage(self, other: int) -> bool:
         """Whether a stage rank is one of this one's stage."""
