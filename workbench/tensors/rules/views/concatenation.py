@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from workbench.core.layout import Shape
 from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
 from workbench.tensors.dispatch.planning import check_as_torch
-from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule, term
+from workbench.tensors.dispatch.registry import (
+    Call,
+    LocalFunction,
+    Resolution,
+    composite,
+    elementwise_except,
+    rule,
+    term,
+)
 from workbench.tensors.global_tensor import Spec
 from workbench.tensors.rules.views.row_moves import MAX_SEGMENTS, RowPlan, Segment, Side, move_rows, plan_rows
 from workbench.tensors.world import World
@@ -51,38 +60,14 @@ def splits_dim(spec: Spec, dim: int) -> bool:
     return Split(dim) in spec.layout.sbp
 
 
-def along(call: Call, dim: int, linear: bool = True, kept: Sequence[int] | None = None) -> list[Signature]:
-    """Signatures of a function of operands with equal layouts: it may move rows along ``dim`` and keeps all other dims.
-
-    Several axes may split ``dim``; ``kept`` are the dims whose split stays.
-    """
-    count, results = len(call.operands), len(call.outputs)
-    ndim = len(call.outputs[0][0])
-    dims = range(ndim) if kept is None else kept
-    entries: list[tuple[Sbp, str]] = [(Split(d), chr(97 + d)) for d in dims]
-    found = [Signature((entry,) * count, (entry,) * results, letter) for entry, letter in entries]
-    if linear:
-        found.append(Signature((partial_sum,) * count, (partial_sum,) * results))
-    return [*found, Signature((broadcast,) * count, (broadcast,) * results)]
-
-
-def row_function(
-    dim: int, segments: Sequence[Segment], inputs: list[Spec], outputs: list[Spec], **rest: Any
-) -> RowFunction:
-    """The local function of one row map from the layouts of the operands to those of the results."""
-    sides = [tuple(Side(spec.layout, spec.shape) for spec in specs) for specs in (inputs, outputs)]
-    return RowFunction(inputs[0].world, [plan_rows(dim, tuple(segments), sides[0], sides[1])], **rest)
-
-
-def mapped(call: Call, dim: int, segments: Sequence[Segment], linear: bool = True) -> Resolution:
-    """A function of one operand that is a row map along ``dim``; torch's own function if no axis splits the dim."""
-
-    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
-        return row_function(dim, segments, inputs, outputs) if splits_dim(inputs[0], dim) else None
-
-    ndim = len(call.shapes[0])
-    kept = range(ndim) if len(segments) <= MAX_SEGMENTS else [d for d in range(ndim) if d != dim]
-    return Resolution(along(call, dim, linear, kept), localize)
+def row_plans(source: Spec, target: Shape, maps: Mapping[int, Sequence[Segment]]) -> list[RowPlan]:
+    """One plan for each dim of ``maps``, which gets its size in ``target``; the others stay."""
+    plans, before = [], Side(source.layout, source.shape)
+    for dim, segments in maps.items():
+        after = Side(source.layout, (*before.shape[:dim], target[dim], *before.shape[dim + 1 :]))
+        plans.append(plan_rows(dim, tuple(segments), (before,), (after,)))
+        before = after
+    return plans
 
 
 @rule("chunk", "split", "tensor_split", "unsafe_chunk", "unsafe_split", "split_with_sizes", "unbind")
@@ -139,7 +124,7 @@ def _cat(call: Call) -> Resolution:
     are ignored.
     """
     ndim = len(call.outputs[0][0])
-    dim = int(call.arg(1, "dim", call.kwargs.get("axis", 0))) % max(1, ndim)
+    dim = int(call.arg(1, "dim", 0)) % max(1, ndim)
     counted = [k for k, other in enumerate(call.shapes) if len(other) == ndim]
     firsts = [0, *itertools.accumulate(call.shapes[k][dim] if ndim else 0 for k in counted)]
     segments = [Segment(i, 0, 1, 0, firsts[i], call.shapes[k][dim]) for i, k in enumerate(counted)]
@@ -148,10 +133,13 @@ def _cat(call: Call) -> Resolution:
     found += [_beside_empty(call, counted, entry, "") for entry in (partial_sum, broadcast)]
 
     def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
-        taken = [inputs[k] for k in counted]
         if not splits_dim(outputs[0], dim):
             return None
-        return row_function(dim, segments, taken, outputs, prepare=_tensors_of(counted))
+        sources, results = (
+            tuple(Side(spec.layout, spec.shape) for spec in specs) for specs in ([inputs[k] for k in counted], outputs)
+        )
+        plan = plan_rows(dim, tuple(segments), sources, results)
+        return RowFunction(outputs[0].world, [plan], prepare=_tensors_of(counted))
 
     return Resolution(found, localize)
 
@@ -198,11 +186,7 @@ def vstack(tensors: Any, **kwargs: Any) -> Any:
 @composite("dstack")
 def dstack(tensors: Any, **kwargs: Any) -> Any:
     """torch.dstack: along the third dim."""
-    return torch.cat([_third_dim(t) for t in tensors], 2)
-
-
-def _third_dim(tensor: Any) -> Any:
-    return tensor.reshape(1, -1, 1) if tensor.dim() < 2 else tensor.unsqueeze(-1) if tensor.dim() == 2 else tensor
+    return torch.cat([torch.atleast_3d(t) for t in tensors], 2)
 
 
 @composite("column_stack")
@@ -223,15 +207,11 @@ def _flip(call: Call) -> Resolution:
         split = [d for d in flipped if splits_dim(inputs[0], d)]
         if not split:
             return None
-        plans = [_single_plan(d, [Segment(0, shape[d] - 1, -1, 0, 0, shape[d])], inputs[0], inputs[0]) for d in split]
+        plans = row_plans(inputs[0], shape, {d: [Segment(0, shape[d] - 1, -1, 0, 0, shape[d])] for d in split})
         rest = [d for d in flipped if d not in split]
         return RowFunction(inputs[0].world, plans, finish=(lambda x: x.flip(rest)) if rest else None)
 
-    return Resolution(along(call, 0), localize)
-
-
-def _single_plan(dim: int, segments: Sequence[Segment], source: Spec, result: Spec) -> RowPlan:
-    return plan_rows(dim, tuple(segments), (Side(source.layout, source.shape),), (Side(result.layout, result.shape),))
+    return Resolution(elementwise_except(ndim, [], addend=True), localize)
 
 
 @rule("roll")
@@ -242,21 +222,24 @@ def _roll(call: Call) -> Resolution | None:
     dims = [dims] if isinstance(dims, int) else list(dims or ())
     if not dims:
         return None
-    pairs = [(d % len(shape), s % shape[d]) for d, s in zip(dims, shifts, strict=True) if shape[d]]
+    totals = dict.fromkeys((d % len(shape) for d in dims), 0)
+    for d, shift in zip(dims, shifts, strict=True):
+        totals[d % len(shape)] += shift
 
     def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
-        split = [(d, s) for d, s in pairs if splits_dim(inputs[0], d)]
-        rest = [(d, s) for d, s in pairs if not splits_dim(inputs[0], d)]
+        split = [d for d in totals if splits_dim(inputs[0], d)]
         if not split:
             return None
-        plans = [_single_plan(d, _rolled(shape[d], s), inputs[0], inputs[0]) for d, s in split]
-        finish = (lambda x: torch.roll(x, [s for _, s in rest], [d for d, _ in rest])) if rest else None
+        plans = row_plans(inputs[0], shape, {d: _rolled(shape[d], totals[d]) for d in split})
+        rest = {d: shift for d, shift in totals.items() if d not in split}
+        finish = (lambda x: torch.roll(x, [*rest.values()], [*rest])) if rest else None
         return RowFunction(inputs[0].world, plans, finish=finish)
 
-    return Resolution(along(call, 0), localize)
+    return Resolution(elementwise_except(len(shape), [], addend=True), localize)
 
 
 def _rolled(size: int, shift: int) -> list[Segment]:
+    shift %= max(1, size)
     return [Segment(0, 0, 1, 0, shift, size - shift), Segment(0, size - shift, 1, 0, 0, shift)]
 
 
@@ -281,17 +264,12 @@ def _repeat(call: Call) -> Resolution:
     found += [Signature((entry,), (entry,)) for entry in (partial_sum, broadcast)]
 
     def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction:
-        plans, current, rest = [], list(shape), list(times)
-        for d in range(len(shape)):
-            count = times[offset + d]
-            if count == 1 or not splits_dim(inputs[0], d):
-                continue
-            segments = tuple(Segment(0, 0, 1, 0, i * shape[d], shape[d]) for i in range(count))
-            before = Side(inputs[0].layout, tuple(current))
-            current[d], rest[offset + d] = count * shape[d], 1
-            plans.append(plan_rows(d, segments, (before,), (Side(inputs[0].layout, tuple(current)),)))
-        if not plans:
+        split = [d for d in range(len(shape)) if times[offset + d] != 1 and splits_dim(inputs[0], d)]
+        rest = [1 if at - offset in split else count for at, count in enumerate(times)]
+        if not split:
             return lambda x, *_, **__: x.repeat(rest)
+        maps = {d: [Segment(0, 0, 1, 0, i * shape[d], shape[d]) for i in range(times[offset + d])] for d in split}
+        plans = row_plans(inputs[0], target[offset:], maps)
         return RowFunction(inputs[0].world, plans, finish=lambda x: x.repeat(rest))
 
     return Resolution(found, localize)
@@ -321,22 +299,17 @@ def _pad(call: Call) -> Resolution | None:
     padded = {ndim - 1 - i: (sizes[2 * i], sizes[2 * i + 1]) for i in range(len(sizes) // 2)}
     padded = {d: around for d, around in padded.items() if around != (0, 0)}
     linear = mode != "constant" or not value
-    free = [d for d in range(ndim) if d not in padded]
     segments = {d: padded_segments(shape[d], *around, mode) for d, around in padded.items()}
-    movable = [d for d in padded if len(segments[d]) <= MAX_SEGMENTS and (mode != "constant" or not value)]
+    whole = [d for d in padded if not linear or len(segments[d]) > MAX_SEGMENTS]
 
     def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
         split = [d for d in padded if splits_dim(inputs[0], d)]
         if not split and all(inputs[0].local_shape):
             return None
-        plans, current = [], list(shape)
-        for d in split:
-            before = Side(inputs[0].layout, tuple(current))
-            current[d] += sum(padded[d])
-            plans.append(plan_rows(d, tuple(segments[d]), (before,), (Side(inputs[0].layout, tuple(current)),)))
+        plans = row_plans(inputs[0], outputs[0].shape, {d: segments[d] for d in split})
         return RowFunction(inputs[0].world, plans, finish=_pad_rest(sizes, split, mode, value, ndim, outputs[0]))
 
-    return Resolution(along(call, 0, linear, [*free, *movable]), localize)
+    return Resolution(elementwise_except(ndim, whole, linear), localize)
 
 
 def _pad_rest(sizes: list[int], done: list[int], mode: str, value: Any, ndim: int, out: Spec) -> LocalFunction:
