@@ -19,7 +19,6 @@ from workbench.tensors.dispatch.registry import (
     composite,
     elementwise_except,
     normalize_dims,
-    reduction,
     rule,
 )
 from workbench.tensors.global_tensor import GlobalTensor
@@ -98,13 +97,6 @@ def _solve_by_factors(call: Call) -> Resolution | None:
         sides = "Nk" if call.kwargs.get("left", True) else "kN"
         text = f"...NM, ...N, ...{sides} -> ...{sides}"
     return Resolution(text) if len(call.operands) == text.partition("->")[0].count(",") + 1 else None
-
-
-@rule("linalg_matrix_norm")
-def _matrix_norm(call: Call) -> Resolution | None:
-    ndim = len(call.shapes[0])
-    dims = normalize_dims(call.arg(2, "dim", (-2, -1)), ndim)
-    return Resolution(reduction(ndim, dims, len(call.outputs[0][0]) == ndim, whole=True))
 
 
 @rule("linalg_cross", "cross")

@@ -31,9 +31,15 @@ from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.reduction.two_stage import splits, stages_of, two_stages
 from workbench.tensors.rules.reduction.variance import LOW_PRECISION
 
+_DIMS_AT: dict[str, tuple[int, Any]] = {
+    "mode": (1, -1), "kthvalue": (2, -1), "linalg_vector_norm": (2, None), "linalg_matrix_norm": (2, (-2, -1)),
+}  # fmt: skip
+"""Position and default of ``dim``, where they are not 1 and all dims."""
+
 
 def _reduced_dims(call: Call) -> list[int]:
-    dims = call.arg(1, "dim", call.kwargs.get("axis"))
+    position, default = _DIMS_AT.get(call.name, (1, None))
+    dims = call.arg(position, "dim", default)
     if isinstance(dims, (torch.dtype, bool)):
         dims = None
     return normalize_dims(dims, len(call.shapes[0]))
@@ -109,7 +115,7 @@ def nanmean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = 
 
 
 @rule(
-    "amax", "amin", "logsumexp", "prod", "all", "any", "argmax", "argmin", "median", "nanmedian",
+    "amax", "amin", "aminmax", "logsumexp", "prod", "all", "any", "argmax", "argmin", "median", "nanmedian", *_DIMS_AT,
 )  # fmt: skip
 def _needs_whole_dims(call: Call) -> Resolution:
     ndim = len(call.shapes[0])
@@ -129,45 +135,13 @@ def _several(call: Call, text: str, filled: str = "") -> Resolution:
     return Resolution(f"{left}->{','.join([right] * len(call.outputs))}", filled=filled)
 
 
-@composite("_is_all_true")
-def is_all_true(input: Any) -> Any:
-    """What checks of distributions ask for: ``all`` of booleans."""
-    return input.all()
-
-
-@composite("_is_any_true")
-def is_any_true(input: Any) -> Any:
-    """``any`` of booleans."""
-    return input.any()
-
-
-@rule("aminmax")
-def _aminmax(call: Call) -> Resolution:
-    ndim = len(call.shapes[0])
-    dims = normalize_dims(call.kwargs.get("dim"), ndim)
-    return _several(call, reduction(ndim, dims, _keepdim(call, ndim), whole=True))
+composite("_is_all_true")(torch.all)  # checks of distributions ask for these
+composite("_is_any_true")(torch.any)
 
 
 @rule("max", "min")
 def _extremum(call: Call) -> Resolution:
-    if len(call.operands) == 2:
-        return Resolution("..., ... -> ...")
-    ndim = len(call.shapes[0])
-    return _several(call, reduction(ndim, _reduced_dims(call), _keepdim(call, ndim), whole=True))
-
-
-@rule("mode")
-def _mode(call: Call) -> Resolution:
-    ndim = len(call.shapes[0])
-    dims = normalize_dims(call.arg(1, "dim", -1), ndim)
-    return _several(call, reduction(ndim, dims, _keepdim(call, ndim), whole=True))
-
-
-@rule("kthvalue")
-def _kthvalue(call: Call) -> Resolution:
-    ndim = len(call.shapes[0])
-    dims = normalize_dims(call.arg(2, "dim", -1), ndim)
-    return _several(call, reduction(ndim, dims, _keepdim(call, ndim), whole=True))
+    return Resolution("..., ... -> ...") if len(call.operands) == 2 else _needs_whole_dims(call)
 
 
 @rule("quantile", "nanquantile")
@@ -184,17 +158,11 @@ def _quantile(call: Call) -> Resolution:
     return Resolution(f"{left}{listed} -> {'Q' * many}{right}", filled=kept)
 
 
-@rule("topk")
-def _topk(call: Call) -> Resolution:
-    ndim = len(call.shapes[0])
-    return _several(call, elementwise_except(ndim, normalize_dims(call.arg(2, "dim", -1), ndim) if ndim else []))
-
-
-@rule("sort", "argsort", "msort", "cummax", "cummin")
+@rule("topk", "sort", "argsort", "msort", "cummax", "cummin")
 def _sort(call: Call) -> Resolution:
     """Along a dim that stays whole; other dims may be split."""
     ndim = len(call.shapes[0])
-    dim = 0 if call.name == "msort" else call.arg(1, "dim", -1)
+    dim = 0 if call.name == "msort" else call.arg(2 if call.name == "topk" else 1, "dim", -1)
     if isinstance(dim, bool):  # torch also accepts the order sort(stable, dim)
         dim = call.arg(2, "dim", -1)
     return _several(call, elementwise_except(ndim, normalize_dims(dim, ndim) if ndim else []))
@@ -229,28 +197,20 @@ def _histc(call: Call) -> Resolution:
     return Resolution([*counted, whole_only])
 
 
-def _along(call: Call, addend: bool = False) -> Resolution:
+@rule("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp")
+def _along(call: Call) -> Resolution | None:
+    dim: Any = call.arg(1, "dim")
+    if dim is None:
+        return None
     ndim = len(call.shapes[0])
-    dim: Any = call.arg(1, "dim", call.kwargs.get("axis"))
-    whole_dims = normalize_dims(dim, ndim) if ndim else []
-    return Resolution(elementwise_except(ndim, whole_dims, addend))
-
-
-@rule("softmax", "log_softmax", "softmin", "cumprod", "logcumsumexp")
-def _softmax(call: Call) -> Resolution | None:
-    return None if call.arg(1, "dim", call.kwargs.get("axis")) is None else _along(call)
-
-
-@rule("cumsum")
-def _cumsum(call: Call) -> Resolution:
-    return _along(call, addend=call.kwargs.get("dtype") is None)
+    is_linear = call.name == "cumsum" and call.kwargs.get("dtype") is None
+    return Resolution(elementwise_except(ndim, normalize_dims(dim, ndim) if ndim else [], is_linear))
 
 
 def _in_two_stages(name: str, function: Callable[..., torch.Tensor]) -> None:
     """A reduction whose partial results can be reduced again: a product of products, any of any."""
 
     def reduce(input: Any, dim: Any = None, keepdim: bool = False, *, out: Any = None, **options: Any) -> Any:
-        dim = options.pop("axis", dim)
         if type(input) is not GlobalTensor or out is not None:
             return NotImplemented
         dims = normalize_dims(dim, len(input._spec.shape))

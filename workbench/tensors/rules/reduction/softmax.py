@@ -95,14 +95,6 @@ composite("softmax")(partial(_softmax, False))
 composite("log_softmax")(partial(_softmax, True))
 
 
-@composite("softmin")
-def softmin(input: Any, dim: int | None = None, *rest: Any, **options: Any) -> Any:
-    """Softmax of the negated input."""
-    if type(input) is not GlobalTensor or dim is None or not splits(input, normalize_dims(dim, input.dim())):
-        return NotImplemented
-    return _softmax(False, -input, dim, *rest, **options)
-
-
 @composite("_safe_softmax")
 def safe_softmax(input: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
     """Softmax that is zero for rows that are masked as a whole."""

@@ -108,7 +108,7 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, floa
     correction = named.get("correction")
     if correction is None:
         correction = 1 if unbiased is None or unbiased else 0
-    return named.get("dim", named.get("axis")), correction, named.get("keepdim", False)
+    return named.get("dim"), correction, named.get("keepdim", False)
 
 
 def _spread(is_root: bool, with_mean: bool, input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,8 +130,7 @@ def _spread(is_root: bool, with_mean: bool, input: Any, *args: Any, **kwargs: An
         variance = (s.real if s.is_complex() else s) * scale
         return root(variance) if is_root else variance, m
 
-    real = torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
-    out = [stages.result(True, real), stages.result(True, dtype)]
+    out = [stages.result(True, dtype.to_real()), stages.result(True, dtype)]
     found = on_shards(
         lambda m, s: [r.to(o[2]) for r, o in zip(finish(m, s), out, strict=True)][: 1 + with_mean],
         [mean, square], [stages.gathered] * 2, out[: 1 + with_mean], "var",

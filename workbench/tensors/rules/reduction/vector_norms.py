@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,25 +16,12 @@ from workbench.tensors.dispatch.registry import (
     composite,
     elementwise_except,
     normalize_dims,
-    reduction,
     rule,
     term,
 )
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.rules.reduction.two_stage import splits, stages_of, two_stages
 from workbench.tensors.rules.reduction.variance import accumulation_dtype
-
-
-def _vector_dims(dim: Any, ndim: int) -> list[int]:
-    return normalize_dims(dim, ndim)
-
-
-@rule("linalg_vector_norm")
-def _vector_norm(call: Call) -> Resolution:
-    ndim = len(call.shapes[0])
-    dims = _vector_dims(call.arg(2, "dim"), ndim)
-    keepdim = ndim > 0 and len(call.outputs[0][0]) == ndim
-    return Resolution(reduction(ndim, dims, keepdim, whole=True))
 
 
 @composite("linalg_vector_norm")
@@ -46,7 +32,7 @@ def vector_norm(
     if type(x) is not GlobalTensor or out is not None:
         return NotImplemented
     shape = x._spec.shape
-    dims = _vector_dims(dim, len(shape))
+    dims = normalize_dims(dim, len(shape))
     if not splits(x, dims) or 0 in shape or not (x.is_floating_point() or x.is_complex()):
         return NotImplemented
     check_as_torch(torch.linalg.vector_norm, x, ord, dim, keepdim, dtype=dtype)
@@ -54,7 +40,7 @@ def vector_norm(
     if math.isinf(ord):
         size = x.abs()
         return size.amax(dims, keepdim=keepdim) if ord > 0 else size.amin(dims, keepdim=keepdim)
-    wide, result = accumulation_dtype(_real(x.dtype)), _real(x.dtype)
+    wide, result = accumulation_dtype(x.dtype.to_real()), x.dtype.to_real()
     norm = torch.linalg.vector_norm
 
     def first(t: torch.Tensor) -> torch.Tensor:
@@ -67,10 +53,6 @@ def vector_norm(
         return found.to(result)
 
     return two_stages(x, stages_of(x, dims), keepdim, first, second, (wide, result), "norm")
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
 
 
 @composite("linalg_norm")
@@ -139,39 +121,20 @@ def dist(input: Any, other: Any, p: float = 2) -> Any:
     return torch.linalg.vector_norm(input - other, p)
 
 
-@rule("normalize")
-def _normalize(call: Call) -> Resolution:
-    ndim = len(call.shapes[0])
-    return Resolution(elementwise_except(ndim, normalize_dims(call.arg(2, "dim", 1), ndim)))
-
-
 @composite("normalize")
 def normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
-    """Unit vectors; over a split dim from the global norm."""
-    if type(input) is not GlobalTensor:
-        return NotImplemented
-    if out is not None:
-        return out.copy_(F.normalize(sum_terms(input), p, dim, eps))
-    return _divided(input, p, dim, eps) if splits(input, normalize_dims(dim, input.dim())) else NotImplemented
-
-
-def _divided(input: Any, p: float, dim: Any, eps: float) -> Any:
-    return input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
-
-
-def _rows_of(call: Call, dims: Sequence[int]) -> Resolution:
-    """Two operands that broadcast, reduced over ``dims`` of the common shape, which stay whole."""
-    ndim = max(len(shape) for shape in call.shapes)
-    keepdim = len(call.outputs[0][0]) == ndim
-    texts = [term(ndim, dims)[ndim - len(shape) :] for shape in call.shapes]
-    right = term(ndim, ones=dims) if keepdim else term(ndim, dropped=dims)
-    return Resolution(f"{', '.join(texts)} -> {right}")
+    """Unit vectors. torch expands the norms: over a split dim, their gradient would be as large as the whole."""
+    found = input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
+    return found if out is None else out.copy_(found)
 
 
 @rule("cosine_similarity")
 def _cosine_similarity(call: Call) -> Resolution:
-    ndim = max(len(shape) for shape in call.shapes)
-    return _rows_of(call, normalize_dims(call.arg(2, "dim", 1), ndim))
+    """Two operands that broadcast, reduced over one dim of the common shape, which stays whole."""
+    ndim = max(map(len, call.shapes))
+    dims = normalize_dims(call.arg(2, "dim", 1), ndim)
+    texts = [term(ndim, dims)[ndim - len(shape) :] for shape in call.shapes]
+    return Resolution(f"{', '.join(texts)} -> {term(ndim, dropped=dims)}")
 
 
 @composite("cosine_similarity")
@@ -194,17 +157,9 @@ def _unit(x: Any, dim: int, eps: float) -> Any:
     return x / norm.clamp_min(eps)
 
 
-@rule("pairwise_distance")
-def _pairwise_distance(call: Call) -> Resolution:
-    ndim = max(len(shape) for shape in call.shapes)
-    return _rows_of(call, [ndim - 1])
-
-
 @composite("pairwise_distance")
 def pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
     """Norm of the difference along the last dim."""
-    if not any(splits(x, [x.dim() - 1]) for x in (x1, x2)):
-        return NotImplemented
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
 
 
