@@ -357,3 +357,25 @@ def test_a_mask_without_dims_is_written_on_some_of_the_ranks(is_true, sbp):
         return loss.item(), x.full_tensor().tolist()
 
     assert run_ranks(program, 3) == [(0.0 if is_true else 2.0, [[3.0 if is_true else 1.0] * 2] * 3)] * 3
+
+
+LOOK_UPS = {
+    "rows": lambda x, ids: x[ids],
+    "selected rows": lambda x, ids: x.index_select(0, ids),
+    "elements": lambda x, ids: x.gather(0, ids[:, None].expand(3, 4)),
+    "written": lambda x, ids: x.index_fill(0, ids, 7.0),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_a_captured_step_goes_by_rows_of_a_split_dim(name):
+    table = torch.arange(20.0).view(5, 4)
+
+    def program():
+        x = wb.tensor(table, placement=wb.placement.all(), sbp="S(0)")
+        step = wb.capture(LOOK_UPS[name])
+        for first in range(3):
+            ids = torch.tensor([first, 4, 3])
+            assert torch.equal(step(x, ids).full_tensor(), LOOK_UPS[name](table, ids))
+
+    run_ranks(program, 2)

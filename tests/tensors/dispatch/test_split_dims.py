@@ -182,6 +182,18 @@ def test_the_mean_of_halves_does_not_overflow_where_their_sum_would():
     run_ranks(lambda: assert_equal_to_one_device(placed(full, ["S(0)"]).mean(0), full.mean(0)), 2)
 
 
+def test_cosines_along_a_split_dim_take_rows_and_integers():
+    rows, row = random(6, 4), random(4)
+    integers = (rows * 5).long()
+
+    def program():
+        for full, other in ((rows, row), (integers, rows)):
+            found = F.cosine_similarity(placed(full, ["S(0)"]), placed(other, ["B"]), 0)
+            assert_equal_to_one_device(found, F.cosine_similarity(full, other, 0))
+
+    run_ranks(program, 2)
+
+
 def test_variance_of_values_far_from_zero_keeps_its_digits():
     full = 1e4 + torch.randn(1001, 3, generator=torch.Generator().manual_seed(0))
     exact = full.double().var(0)

@@ -14,6 +14,7 @@ import torch
 from workbench.core.rules import Signature, signatures
 from workbench.core.sbp import NdSbp, Sbp, Split, broadcast, partial_sum
 from workbench.tensors.dispatch.aliasing import is_basic
+from workbench.tensors.dispatch.local_call import can_read
 from workbench.tensors.dispatch.registry import Call, Resolution, rule, term
 from workbench.tensors.global_tensor import Spec
 from workbench.tensors.rules.views.concatenation import RowFunction, splits_dim
@@ -206,10 +207,10 @@ def wrapped(index: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def check_bounds(index: torch.Tensor, first: int, size: int) -> None:
-    """Raise for an index below ``first``, or beyond a dim's size. Each rank looks only for its own rows and would not
-    notice.
+    """Raise for an index below ``first``, or beyond a dim's size, if a check may read it. Each rank looks only for its
+    own rows and would not notice.
     """
-    if index.device.type != "cpu" or not index.numel():
+    if not can_read(index) or not index.numel():
         return
     low, high = int(index.min()), int(index.max())
     if low < first or high >= size:

@@ -144,11 +144,12 @@ def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     along = normalize_dims(dim, ndim)[0] - ndim
     if not any(splits(x, [along + x.dim()]) for x in (x1, x2)):
         return NotImplemented
-    if x1.shape[along] != x2.shape[along]:  # a dim of size one is repeated to the other's size
+    if x1.dim() != x2.dim() or x1.shape[along] != x2.shape[along]:  # the smaller one is repeated
         common = torch.broadcast_shapes(x1.shape, x2.shape)
         x1, x2 = x1.expand(common), x2.expand(common)
     check_as_torch(F.cosine_similarity, x1, x2, dim, eps)
-    first, second = (_unit(x, along, eps) for x in (x1, x2))
+    dtype = torch.promote_types(x1.dtype, x2.dtype)
+    first, second = (_unit(x if x.is_floating_point() else x.to(dtype), along, eps) for x in (x1, x2))
     return (first * second).sum(along)
 
 
