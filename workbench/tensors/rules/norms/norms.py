@@ -50,27 +50,24 @@ def _normalized_dims(input: Any, normalized_shape: Sequence[int], *weights: Any)
 
 
 def _apply(
-    x: GlobalTensor, small: Sequence[GlobalTensor], factors: Sequence[Any], offset: Any, function: Any, name: str
+    x: GlobalTensor, small: Sequence[GlobalTensor], weight: Any, bias: Any, function: Any, name: str
 ) -> GlobalTensor:
-    """``function(x, *small) * factors + offset`` on the shards of x, in at least 32 bits.
+    """``function(x, *small) * weight + bias`` on the shards of x, in at least 32 bits.
 
-    ``small`` tensors have the dims of x, and their dims of size one are whole. Factors and offset are weights aligned
-    to the right.
+    ``small`` tensors have the dims of x, and their dims of size one are whole. Weight and bias are aligned to the
+    right, and may be None.
     """
-    layout, dtype = x._spec.layout, x.dtype
-    weights = [weight for weight in (*factors, offset) if weight is not None]
-    layouts = [_aligned(layout, x, operand) for operand in (*small, *weights)]
-    num_small, num_factors = len(small), sum(factor is not None for factor in factors)
+    layout, dtype, num_small = x._spec.layout, x.dtype, len(small)
+    operands = [*small, *(_as_global(each, x) for each in (weight, bias) if each is not None)]
+    has_weight, has_bias = weight is not None, bias is not None
 
     def local(t: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         result = function(t.to(accumulation_dtype(dtype)), *rest[:num_small])
-        for factor in rest[num_small : num_small + num_factors]:
-            result = result * factor
-        for term_added in rest[num_small + num_factors :]:
-            result = result + term_added
-        return result.to(dtype)
+        result = result * rest[num_small] if has_weight else result
+        return (result + rest[-1] if has_bias else result).to(dtype)
 
-    return local_call(local, [x, *small, *weights], [layout, *layouts], (layout, x._spec.shape, dtype), name)
+    layouts = [layout, *(_aligned(layout, x, operand) for operand in operands)]
+    return local_call(local, [x, *operands], layouts, (layout, x._spec.shape, dtype), name)
 
 
 def _aligned(layout: Layout, x: GlobalTensor, operand: GlobalTensor) -> Layout:
@@ -84,8 +81,8 @@ def _aligned(layout: Layout, x: GlobalTensor, operand: GlobalTensor) -> Layout:
     return layout.with_sbp(tuple(entries))
 
 
-def _as_global(tensor: Any, like: GlobalTensor) -> Any:
-    if tensor is None or type(tensor) is GlobalTensor:
+def _as_global(tensor: Any, like: GlobalTensor) -> GlobalTensor:
+    if type(tensor) is GlobalTensor:
         return tensor
     return from_local(tensor, like._spec.world, like._spec.layout)
 
@@ -100,10 +97,7 @@ def layer_norm(
         return NotImplemented
     x = sum_terms(input)
     mean, variance = moments(x, dims)
-    return _apply(
-        x, [mean, variance], [_as_global(weight, x)], _as_global(bias, x),
-        lambda t, m, v: (t - m) * torch.rsqrt(v + eps), "layer_norm",
-    )  # fmt: skip
+    return _apply(x, [mean, variance], weight, bias, lambda t, m, v: (t - m) * torch.rsqrt(v + eps), "layer_norm")
 
 
 @composite("rms_norm")
@@ -122,7 +116,7 @@ def rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, ep
         return t.to(wide).square().sum(dims, keepdim=True) / count
 
     square = sum_terms(terms(mean_square, [x], [stages.layout], stages, True, wide, "rms_norm"), "rms_norm")
-    return _apply(x, [square], [_as_global(weight, x)], None, lambda t, s: t * torch.rsqrt(s + tiny), "rms_norm")
+    return _apply(x, [square], weight, None, lambda t, s: t * torch.rsqrt(s + tiny), "rms_norm")
 
 
 @rule("group_norm")
@@ -180,28 +174,8 @@ def instance_norm(
         move_running(running_var, of_variance, momentum)
     if is_whole:
         return F.instance_norm(x, None, None, weight, bias, True, momentum, eps)
-    return _normalize_channels(x, mean, variance, weight, bias, eps, "instance_norm")
-
-
-def _normalize_channels(
-    x: GlobalTensor, mean: GlobalTensor, variance: GlobalTensor, weight: Any, bias: Any, eps: float, name: str
-) -> GlobalTensor:
-    """``(x - mean) / sqrt(variance + eps) * weight + bias`` with one weight per channel, dim 1."""
-    layout, dtype = x._spec.layout, x.dtype
-    per_channel = layout.with_sbp(tuple(Split(0) if entry == Split(1) else broadcast for entry in layout.sbp))
-    weights = [_as_global(w, x) for w in (weight, bias) if w is not None]
-    sizes = [1, -1, *[1] * (len(x._spec.shape) - 2)]
-    has_weight = weight is not None
-
-    def local(t: torch.Tensor, m: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        aligned = [w.reshape([1, len(w), *sizes[2:]]) for w in rest]
-        scale = torch.rsqrt(v + eps)
-        scale = scale * aligned[0] if has_weight else scale
-        result = (t.to(accumulation_dtype(dtype)) - m) * scale
-        return (result if len(aligned) == has_weight else result + aligned[-1]).to(dtype)
-
-    layouts = [layout, _aligned(layout, x, mean), _aligned(layout, x, variance), *[per_channel] * len(weights)]
-    return local_call(local, [x, mean, variance, *weights], layouts, (layout, x._spec.shape, dtype), name)
+    weight, bias = (each if each is None else each.reshape(*each.shape, *[1] * len(space)) for each in (weight, bias))
+    return _apply(x, [mean, variance], weight, bias, lambda t, m, v: (t - m) * torch.rsqrt(v + eps), "instance_norm")
 
 
 @rule("_weight_norm")
