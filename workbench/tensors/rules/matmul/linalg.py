@@ -4,7 +4,6 @@ equations, the right-hand sides too.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from string import ascii_lowercase
 from typing import Any
 
@@ -31,15 +30,16 @@ linalg_ldl_factor linalg_ldl_factor_ex linalg_matrix_exp linalg_matrix_power lin
 linalg_matrix_rank cholesky cholesky_inverse inverse pinverse det logdet slogdet qr svd lu matrix_exp matrix_power
 geqrf
 """
-_WITH_A_VECTOR = "linalg_householder_product lu_unpack"
+_WITH_A_VECTOR = ("linalg_householder_product", "lu_unpack")
 _WHOLE = "WXYZ"
-
 _FORGET_GRADIENTS = ("linalg_cond", "linalg_householder_product", "linalg_det", "det")
 """For an empty batch these have no gradient, or no second one, and a rank without it would let the others wait."""
 
 
-def _factors(call: Call, core: tuple[int, ...]) -> Resolution | None:
+@rule(*_OF_A_MATRIX.split(), *_WITH_A_VECTOR)
+def _factors(call: Call) -> Resolution | None:
     """The last ``core`` dims of the operands stay whole, and so do all dims of the results after the batch dims."""
+    core = (2, 1) if call.name in _WITH_A_VECTOR else (2,)
     if len(call.operands) != len(core):
         return None
     batch = max(len(shape) - n for shape, n in zip(call.shapes, core, strict=True))
@@ -49,16 +49,6 @@ def _factors(call: Call, core: tuple[int, ...]) -> Resolution | None:
     left = ", ".join("..." + _WHOLE[:n] for n in core)
     filled = "#1#2#3#4" if call.name in _FORGET_GRADIENTS else ""
     return Resolution(f"{left} -> {', '.join('...' + _WHOLE[:n] for n in extra)}", filled=filled)
-
-
-@rule(*_OF_A_MATRIX.split())
-def _of_a_matrix(call: Call) -> Resolution | None:
-    return _factors(call, (2,))
-
-
-@rule(*_WITH_A_VECTOR.split())
-def _with_a_vector(call: Call) -> Resolution | None:
-    return _factors(call, (2, 1))
 
 
 @rule("linalg_solve", "linalg_solve_ex")
@@ -76,26 +66,23 @@ def _solve(call: Call) -> Resolution | None:
     return Resolution(f"...NM, ...{columns} -> ...{columns}{infos}")
 
 
-@rule("linalg_solve_triangular")
-def _solve_triangular(call: Call) -> Resolution | None:
-    sides = "Nk" if call.kwargs.get("left", True) else "kN"
-    return Resolution(f"...NM, ...{sides} -> ...{sides}") if len(call.operands) == 2 else None
+_BY_FACTORS = {
+    "cholesky_solve": "...Nk, ...NM -> ...Nk",
+    "triangular_solve": "...Nk, ...NM -> ...Nk, ...NM",
+    "lu_solve": "...Nk, ...NM, ...N -> ...Nk",
+    "linalg_solve_triangular": "...NM, ...Nk -> ...Nk",
+    "linalg_lu_solve": "...NM, ...N, ...Nk -> ...Nk",
+    "linalg_ldl_solve": "...NM, ...N, ...Nk -> ...Nk",
+    "ormqr": "...NM, ...M, ...Nk -> ...Nk",
+}
 
 
-@rule("cholesky_solve", "triangular_solve", "lu_solve", "linalg_lu_solve", "linalg_ldl_solve", "ormqr")
+@rule(*_BY_FACTORS)
 def _solve_by_factors(call: Call) -> Resolution | None:
-    if call.name == "cholesky_solve":
-        text = "...Nk, ...NM -> ...Nk"
-    elif call.name == "triangular_solve":
-        text = "...Nk, ...NM -> ...Nk, ...NM"
-    elif call.name == "lu_solve":
-        text = "...Nk, ...NM, ...N -> ...Nk"
-    elif call.name == "ormqr":
-        sides = "Nk" if call.arg(3, "left", True) else "kN"
-        text = f"...NM, ...M, ...{sides} -> ...{sides}"
-    else:
-        sides = "Nk" if call.kwargs.get("left", True) else "kN"
-        text = f"...NM, ...N, ...{sides} -> ...{sides}"
+    """Right-hand sides may be split: columns, or rows if the matrix stands on their right."""
+    text = _BY_FACTORS[call.name]
+    if call.name in ("linalg_solve_triangular", "linalg_lu_solve", "ormqr") and not call.arg(3, "left", True):
+        text = text.replace("Nk", "kN")
     return Resolution(text) if len(call.operands) == text.partition("->")[0].count(",") + 1 else None
 
 
@@ -119,31 +106,19 @@ def _vander(call: Call) -> Resolution:
     return Resolution("... -> ...N", lambda *_: lambda x, *_, **__: torch.linalg.vander(x, N=num_powers))
 
 
-def _transform(ndim: int, dims: Collection[int]) -> Resolution:
-    """Transformed dims stay whole, and every rank needs a row: the FFT library refuses some empty shards."""
-    return Resolution(elementwise_except(ndim, dims), filled=ascii_lowercase)
+_TRANSFORMS = [f"fft_{kind}fft{dims}" for kind in ("", "i", "r", "ir", "h", "ih") for dims in ("", "2", "n")]
 
 
-@rule("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft")
-def _along_one_dim(call: Call) -> Resolution:
-    ndim = len(call.shapes[0])
-    return _transform(ndim, normalize_dims(call.arg(2, "dim", -1), ndim))
-
-
-@rule("fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2", "fft_hfft2", "fft_ihfft2")
-def _along_two_dims(call: Call) -> Resolution:
-    ndim = len(call.shapes[0])
-    return _transform(ndim, normalize_dims(call.arg(2, "dim", (-2, -1)), ndim))
-
-
-@rule("fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn", "fft_hfftn", "fft_ihfftn")
-def _along_dims(call: Call) -> Resolution:
-    """The transformed dims. Default: the last ones, as many as there are sizes; all without sizes."""
-    ndim = len(call.shapes[0])
-    dims, sizes = call.arg(2, "dim"), call.arg(1, "s")
+@rule(*_TRANSFORMS)
+def _transform(call: Call) -> Resolution:
+    """Transformed dims stay whole, and every rank needs a row: the FFT library refuses some empty shards. Default of
+    those with n: the last dims, as many as there are sizes; all without sizes.
+    """
+    ndim, sizes = len(call.shapes[0]), call.arg(1, "s")
+    dims = call.arg(2, "dim", {"2": (-2, -1), "n": None}.get(call.name[-1], -1))
     if dims is None and sizes is not None:
         dims = range(ndim - (1 if isinstance(sizes, int) else len(sizes)), ndim)
-    return _transform(ndim, normalize_dims(dims, ndim))
+    return Resolution(elementwise_except(ndim, normalize_dims(dims, ndim)), filled=ascii_lowercase)
 
 
 @rule("fft_fftshift", "fft_ifftshift")
