@@ -117,21 +117,13 @@ _SPATIAL = "XYZ"
 _KERNEL = "KLM"
 
 
-@rule("conv1d", "conv2d", "conv3d")
-def _convolution(call: Call) -> Resolution:
-    return _over_space(call, is_transposed=False)
-
-
-@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def _transposed(call: Call) -> Resolution:
-    return _over_space(call, is_transposed=True)
-
-
 equations("conv_tbc", "Xnc, Kco, +o -> Xno")
 
 
-def _over_space(call: Call, is_transposed: bool) -> Resolution:
+@rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def _over_space(call: Call) -> Resolution:
     """Batch, output channels and input channels may be split (the result is a sum over input channels)."""
+    is_transposed = "transpose" in call.name
     num_spatial = len(call.shapes[1]) - 2
     space, kernel = _SPATIAL[:num_spatial], _KERNEL[:num_spatial]
     batch = "n" if len(call.shapes[0]) == num_spatial + 2 else ""

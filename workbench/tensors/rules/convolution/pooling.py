@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from workbench.tensors import random
+from workbench.tensors.dispatch.dispatcher import decompose
 from workbench.tensors.dispatch.registry import Call, Resolution, composite, handler, rule
 from workbench.tensors.rules.random.sampling import sample_of_shape
 from workbench.tensors.rules.reduction.empty_shards import zeros_where_empty
@@ -46,7 +48,8 @@ def _fractional(call: Call) -> Resolution:
 
 
 def _with_indices(num_spatial: int) -> Any:
-    pool = getattr(torch._C._nn, f"fractional_max_pool{num_spatial}d")
+    torchs_own = decompose(getattr(F, f"fractional_max_pool{num_spatial}d_with_indices"))
+    assert torchs_own is not None
 
     def fractional_max_pool(
         input: Any,
@@ -57,17 +60,11 @@ def _with_indices(num_spatial: int) -> Any:
         _random_samples: Any = None,
     ) -> Any:
         """The windows lie at random; where, depends on the logical batch and channel only."""
-        if output_size is None:
-            if output_ratio is None:
-                raise ValueError(f"fractional_max_pool{num_spatial}d requires an output_size or an output_ratio")
-            ratios = [output_ratio] * num_spatial if isinstance(output_ratio, float) else output_ratio
-            spatial = input.shape[-num_spatial:]
-            output_size = [int(size * ratio) for size, ratio in zip(spatial, ratios, strict=True)]
         if _random_samples is None:
             batch = input.shape[0] if input.dim() == num_spatial + 2 else 1
             shape = (batch, input.shape[-num_spatial - 1], num_spatial)
             _random_samples = sample_of_shape(input, shape, random.uniform_sampler(), input.dtype)
-        return pool(input, kernel_size, output_size, _random_samples)
+        return torchs_own(input, kernel_size, output_size, output_ratio, return_indices, _random_samples)
 
     return fractional_max_pool
 

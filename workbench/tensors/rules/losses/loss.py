@@ -6,7 +6,6 @@ Each loss has a rule for ``reduction="none"``; mean and sum are reductions of it
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn import _reduction
 from workbench.core.sbp import Split, broadcast
 from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.dispatcher import call_by_plan
-from workbench.tensors.dispatch.local_call import local_call, sum_terms
+from workbench.tensors.dispatch.local_call import local_call
 from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.rules.reduction.two_stage import splits
@@ -149,33 +148,6 @@ def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: A
     if reduction == "mean":  # torch first divides by the number of labels of each sequence
         return (each / operands[3].clamp_min(1).to(each.dtype)).mean()
     return each if reduction == "none" else each.sum()
-
-
-@composite("gaussian_nll_loss")
-def gaussian_nll_loss(
-    input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
-) -> Any:
-    """Element by element, after torch's own checks."""
-    if isinstance(var, torch.Tensor):
-        var = sum_terms(var) if type(var) is GlobalTensor else var
-        if torch.any(var < 0):
-            raise ValueError("var has negative entry/entries")
-        if var.shape != input.shape:
-            differing = [b for a, b in zip(input.shape, var.shape, strict=False) if a != b]
-            if input.shape[:-1] == var.shape:
-                var = var.unsqueeze(-1)
-            elif input.dim() != var.dim() or sum(differing) != 1:
-                raise ValueError("var is of incorrect size")
-    elif var < 0:
-        raise ValueError("var has negative entry/entries")
-    else:
-        var = var * torch.ones_like(input)
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{reduction} is not valid")
-    clamped = var + (var.detach().clamp_min(eps) - var.detach())  # torch's gradient passes through the clamp too
-    each = 0.5 * (clamped.log() + (input - target) ** 2 / clamped)
-    each = each + 0.5 * math.log(2 * math.pi) if full else each
-    return each if reduction == "none" else _reduced(each, reduction)
 
 
 _WRITTEN: dict[str, Callable[..., Any]] = {
