@@ -48,8 +48,7 @@ def _fractional(call: Call) -> Resolution:
 
 
 def _with_indices(num_spatial: int) -> Any:
-    torchs_own = decompose(getattr(F, f"fractional_max_pool{num_spatial}d_with_indices"))
-    assert torchs_own is not None
+    torchs_own: Any = decompose(getattr(F, f"fractional_max_pool{num_spatial}d_with_indices"))
 
     def fractional_max_pool(
         input: Any,

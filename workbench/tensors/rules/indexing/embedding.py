@@ -19,6 +19,7 @@ from workbench.tensors.dispatch.registry import EXACT, Call, LocalFunction, Reso
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.indexing.indexing import own_term, shifted
 from workbench.tensors.rules.reduction.empty_shards import zeros, zeros_where_empty
+from workbench.tensors.rules.views.row_moves import own_rows
 
 
 @rule("embedding")
@@ -47,15 +48,10 @@ def _embedding(call: Call) -> Resolution | None:
         if padding is not None and padding < 0:
             padding = padding + call.shapes[table][0] if by_function else None
         if "v" in letters:
-            return _own_rows(by_function, _rows_of(inputs[table]), call.shapes[table][0], padding)
+            return _own_rows(by_function, own_rows(inputs[table], 0), call.shapes[table][0], padding)
         return _whole_table(by_function, padding, bool(scales))
 
     return Resolution(found, localize)
-
-
-def _rows_of(spec: Spec) -> tuple[int, int]:
-    """This rank's first row of a table, and the row after its last."""
-    return (0, spec.shape[0]) if spec.is_placeholder else spec.layout.region(spec.shape, spec.world.rank)[0]
 
 
 def _operands(by_function: bool, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,8 +25,9 @@ from workbench.tensors.dispatch.placeholder_calls import placeholder_outputs
 from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
 from workbench.tensors.rules.reduction.extrema import extremum
-from workbench.tensors.rules.reduction.two_stage import Stages, first_row, needs_grad, splits, stages_of
-from workbench.tensors.rules.reduction.variance import accumulation_dtype
+from workbench.tensors.rules.reduction.two_stage import Stages, needs_grad, splits, stages_of
+from workbench.tensors.rules.reduction.variance import accumulation_dtype, behind_new_dim
+from workbench.tensors.rules.views.row_moves import own_rows
 
 _SUM = 2
 _local_cross_entropy: Any = torch._C._nn.cross_entropy_loss
@@ -217,7 +218,8 @@ class _Lookup:
 
     def __init__(self, input: GlobalTensor, class_dim: int, ignore_index: int) -> None:
         self.dim, self.ignore_index = class_dim, ignore_index
-        self.start, self.num_classes = first_row(input, class_dim), input._spec.shape[class_dim]
+        self.start, _ = own_rows(input._spec, class_dim)
+        self.num_classes = input._spec.shape[class_dim]
 
     def check(self, target: torch.Tensor) -> torch.Tensor:
         """A mask of the targets that count. A target that is not a class raises, where reading it needs no wait for a
@@ -362,8 +364,7 @@ def _rows_by_kernel(
 
 def _stacked(out: Out, count: int) -> Out:
     layout, shape, dtype = out
-    sbp = tuple(Split(entry.dim + 1) if isinstance(entry, Split) else entry for entry in layout.sbp)
-    return layout.with_sbp(sbp), (count, *shape), dtype
+    return behind_new_dim(layout), (count, *shape), dtype
 
 
 if hasattr(F, "linear_cross_entropy"):  # torch 2.13

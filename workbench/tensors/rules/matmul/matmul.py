@@ -19,6 +19,7 @@ from workbench.tensors.dispatch.placeholder_calls import has_data
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, equations, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.reduction.empty_shards import as_if_filled, filled
+from workbench.tensors.rules.views.row_moves import own_rows
 
 equations("mm", "mk, kn -> mn")
 equations("bmm", "bmk, bkn -> bmn")
@@ -320,8 +321,7 @@ def _product_by_expert(call: Call) -> Resolution:
 
 
 def _from_first(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction:
-    weight = inputs[1]
-    if not any(letters) or weight.is_placeholder:
+    if not any(letters) or inputs[1].is_placeholder:
         return lambda rows, weights, offsets: torch._grouped_mm(rows, weights, offs=offsets)
-    first, _ = weight.layout.region(weight.shape, weight.world.rank)[0]
+    first, _ = own_rows(inputs[1], 0)
     return lambda rows, weights, offsets: product_by_expert(rows, weights, offsets, first)

@@ -11,40 +11,13 @@ from torch.nn import init
 
 from workbench.tensors.dispatch.registry import EXACT
 
-
-def _initializer(function: Any) -> Any:
-    """Register a composite for one of torch's initializers, which share names with tensor methods."""
-
-    def register(written: Any) -> Any:
-        EXACT[function] = written
-        return written
-
-    return register
+no_grad = torch.no_grad()
+EXACT[init.uniform_] = no_grad(lambda tensor, a, b, generator=None: tensor.uniform_(a, b, generator=generator))
+EXACT[init.normal_] = no_grad(lambda tensor, mean, std, generator=None: tensor.normal_(mean, std, generator=generator))
+EXACT[init.constant_] = no_grad(lambda tensor, val: tensor.fill_(val))
 
 
-@_initializer(init.uniform_)
-@torch.no_grad()
-def init_uniform(tensor: Any, a: float = 0.0, b: float = 1.0, generator: Any = None) -> Any:
-    """``nn.init.uniform_``; the key comes from the world's generator."""
-    return tensor.uniform_(a, b, generator=generator)
-
-
-@_initializer(init.normal_)
-@torch.no_grad()
-def init_normal(tensor: Any, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Any:
-    """``nn.init.normal_``."""
-    return tensor.normal_(mean, std, generator=generator)
-
-
-@_initializer(init.constant_)
-@torch.no_grad()
-def init_constant(tensor: Any, val: float) -> Any:
-    """``nn.init.constant_``."""
-    return tensor.fill_(val)
-
-
-@_initializer(init.kaiming_uniform_)
-@torch.no_grad()
+@no_grad
 def init_kaiming_uniform(
     tensor: Any, a: float = 0, mode: Any = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
 ) -> Any:
@@ -55,3 +28,6 @@ def init_kaiming_uniform(
     fan = init._calculate_correct_fan(tensor, mode)
     bound = math.sqrt(3.0) * init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
     return tensor.uniform_(-bound, bound, generator=generator)
+
+
+EXACT[init.kaiming_uniform_] = init_kaiming_uniform

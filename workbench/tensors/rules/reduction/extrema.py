@@ -18,7 +18,6 @@ from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.rules.reduction.two_stage import (
     Stages,
     dropped,
-    first_row,
     gathered_rows,
     needs_grad,
     shard_sizes,
@@ -27,6 +26,7 @@ from workbench.tensors.rules.reduction.two_stage import (
     terms,
     with_gradient_of,
 )
+from workbench.tensors.rules.views.row_moves import own_rows
 
 Dims = int | Sequence[int] | None
 
@@ -143,7 +143,7 @@ def values_and_indices(input: Any, dim: int, keepdim: bool, largest: bool, want_
     if x.dtype == torch.bool:
         values, indices = values_and_indices(x.to(torch.uint8), dim, keepdim, largest, want_values)
         return values.to(torch.bool), indices
-    stages, start, filled = stages_of(x, dims), first_row(x, dim), filled_shards(x, dim)
+    stages, (start, _), filled = stages_of(x, dims), own_rows(x._spec, dim), filled_shards(x, dim)
     best = torch.max if largest else torch.min
 
     def first(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,7 +216,7 @@ def topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool =
         return NotImplemented
     x = sum_terms(input)
     shape, dim = x._spec.shape, dim % len(x._spec.shape)
-    stages, start, sizes = stages_of(x, [dim]), first_row(x, dim), shard_sizes(x, dim)
+    stages, (start, _), sizes = stages_of(x, [dim]), own_rows(x._spec, dim), shard_sizes(x, dim)
     if k == 0 or k > shape[dim] or _gathering_is_as_cheap(x, stages, k, dim):
         return NotImplemented
 

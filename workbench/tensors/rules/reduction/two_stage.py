@@ -171,12 +171,6 @@ def with_gradient_of(value: GlobalTensor, sum_terms: GlobalTensor) -> GlobalTens
     return wrap(result, value._spec)
 
 
-def first_row(tensor: GlobalTensor, dim: int) -> int:
-    """Logical index of this rank's first row of ``dim``; zero on a placeholder."""
-    spec = tensor._spec
-    return 0 if spec.is_placeholder else spec.layout.region(spec.shape, spec.world.rank)[dim][0]
-
-
 def shard_sizes(tensor: GlobalTensor, dim: int) -> list[int]:
     """Rows of ``dim`` in each of its shards, in logical order."""
     layout, shape = tensor._spec.layout, tensor._spec.shape
