@@ -35,10 +35,6 @@ from workbench.tensors.rules.views.row_moves import own_rows
 _WHOLE = slice(None)
 
 
-def _like(count: int, entry: Sbp, others: Sbp = broadcast) -> tuple[Sbp, ...]:
-    return (entry, *[others] * (count - 1))
-
-
 @rule("index_select")
 def _index_select(call: Call) -> Resolution | None:
     ndim = len(call.shapes[0])
@@ -177,7 +173,7 @@ def _scatter(call: Call) -> Resolution | None:
     reduces = call.name != "scatter" or call.arg(4, "reduce") is not None
     aligned = _aligned(call, dim, range(count))
     found = [Signature((Split(d),) * count, (Split(d),), chr(97 + d)) for d in aligned]
-    found.append(Signature(_like(count, Split(dim)), (Split(dim),), "r"))
+    found.append(Signature((Split(dim), *[broadcast] * (count - 1)), (Split(dim),), "r"))
     if call.name == "scatter_add" and call.shapes[1][dim] == call.shapes[2][dim]:
         found.append(Signature((partial_sum, Split(dim), Split(dim)), (partial_sum,), "n"))
     if call.name == "scatter_add" or (not reduces and count == 3):

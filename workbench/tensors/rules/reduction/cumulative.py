@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,11 +16,10 @@ from workbench.tensors.rules.reduction.extrema import filled_shards
 from workbench.tensors.rules.reduction.two_stage import gathered_rows, shard_sizes, splits, stages_of
 from workbench.tensors.rules.reduction.variance import LOW_PRECISION
 
-Scan = Callable[..., torch.Tensor]
-Total = Callable[[torch.Tensor, int], torch.Tensor]
 
-
-def _scan(input: Any, dim: Any, dtype: torch.dtype | None, out: Any, scan: Scan, total: Total) -> Any:
+def _scan(
+    scan: Any, total: Any, input: Any, dim: Any = None, *, dtype: torch.dtype | None = None, out: Any = None
+) -> Any:
     """``scan`` along a split dim. ``total`` reduces a shard to the row from which later shards start. Both may return
     a wider dtype, as torch's do of integers.
     """
@@ -31,11 +29,13 @@ def _scan(input: Any, dim: Any, dtype: torch.dtype | None, out: Any, scan: Scan,
     if not splits(input, dims) or 0 in input._spec.shape:
         return NotImplemented
     dim, result_dtype = dims[0], _result_dtype(input.dtype, dtype)
+    if scan is torch.logcumsumexp and result_dtype == torch.int64:
+        return NotImplemented  # torch refuses integers
     if autocast_state() and result_dtype in LOW_PRECISION:
         return NotImplemented  # autocast decides the dtype of the result
     x = sum_terms(input if input.dtype == result_dtype else input.to(result_dtype))
     stages = stages_of(x, dims)
-    rows = gathered_rows(x, stages, lambda t: total(t, dim).to(result_dtype), [result_dtype], "cumsum")[0]
+    rows = gathered_rows(x, stages, lambda t: total(t, dim, keepdim=True).to(result_dtype), [result_dtype], "cumsum")[0]
     number = shard_number(x, dim)
 
     def add_before(t: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -67,26 +67,8 @@ def shard_number(x: GlobalTensor, dim: int) -> int:
     return number
 
 
-@composite("cumsum")
-def cumsum(input: Any, dim: Any = None, *, dtype: torch.dtype | None = None, out: Any = None, axis: Any = None) -> Any:
-    """Running sums."""
-    along = axis if dim is None else dim
-    return _scan(input, along, dtype, out, torch.cumsum, lambda t, d: t.sum(d, keepdim=True))
-
-
-@composite("cumprod")
-def cumprod(input: Any, dim: Any = None, *, dtype: torch.dtype | None = None, out: Any = None, axis: Any = None) -> Any:
-    """Running products."""
-    along = axis if dim is None else dim
-    return _scan(input, along, dtype, out, torch.cumprod, lambda t, d: t.prod(d, keepdim=True))
-
-
-@composite("logcumsumexp")
-def logcumsumexp(input: Any, dim: Any = None, *, out: Any = None) -> Any:
-    """Logarithm of running sums of exponentials."""
-    if isinstance(input, torch.Tensor) and not (input.is_floating_point() or input.is_complex()):
-        return NotImplemented
-    return _scan(input, dim, None, out, torch.logcumsumexp, lambda t, d: torch.logsumexp(t, d, keepdim=True))
+for _name, _total in (("cumsum", torch.sum), ("cumprod", torch.prod), ("logcumsumexp", torch.logsumexp)):
+    composite(_name)(partial(_scan, getattr(torch, _name), _total))
 
 
 def _extremes(name: str, input: Any, dim: Any = None, *, out: Any = None) -> Any:

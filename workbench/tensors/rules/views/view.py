@@ -118,22 +118,8 @@ def _interval(region: list[tuple[int, int]], shape: list[int]) -> tuple[int, int
     return first, length
 
 
-@composite("view_as")
-def view_as(input: Any, other: Any) -> Any:
-    """Uses the other tensor's shape, not its layout."""
-    return input.view(other.shape)
-
-
-@composite("reshape_as")
-def reshape_as(input: Any, other: Any) -> Any:
-    """Uses the other tensor's shape, not its layout."""
-    return input.reshape(other.shape)
-
-
-@composite("expand_as")
-def expand_as(input: Any, other: Any) -> Any:
-    """Uses the other tensor's shape, not its layout."""
-    return input.expand(other.shape)
+for _name in ("view", "reshape", "expand"):  # of the other tensor they use the shape, not its layout
+    composite(f"{_name}_as")(lambda tensor, other, name=_name: getattr(tensor, name)(other.shape))
 
 
 @rule("permute", "transpose", "t", "get:T", "get:mT", "movedim", "adjoint", "get:H", "get:mH")
