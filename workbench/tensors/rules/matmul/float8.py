@@ -21,7 +21,7 @@ from workbench.tensors.autocast import cast_for_product
 from workbench.tensors.boxing.box import box_gradient, box_implicitly
 from workbench.tensors.dispatch.dispatcher import call_by_plan
 from workbench.tensors.dispatch.local_call import sum_terms
-from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, rule
+from workbench.tensors.dispatch.registry import Call, Resolution, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of
 
 _NAME = "float8_linear"
@@ -61,11 +61,7 @@ def _largest(call: Call) -> Resolution:
 
 @rule(_NAME)
 def _float8_linear(call: Call) -> Resolution:
-    return Resolution("...k, nk, Z -> ...n", _on_shards)
-
-
-def _on_shards(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction:
-    return _OnShards(outputs[0])
+    return Resolution("...k, nk, Z -> ...n", lambda call, inputs, outputs, letters: _OnShards(outputs[0]))
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Sequence
+from string import ascii_lowercase
 from typing import Any
 
 import torch
 
 from workbench.core import gradient_accumulation
-from workbench.core.layout import Shape
 from workbench.core.rules import Signature
-from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
+from workbench.core.sbp import Split, broadcast
 from workbench.tensors.autocast import cast_for_product
 from workbench.tensors.dispatch import gradient_accumulation_fusion as fusion
 from workbench.tensors.dispatch.dispatcher import call_by_plan
@@ -82,12 +83,10 @@ def _matmul(call: Call) -> Resolution:
 
 @rule("linalg_vecdot")
 def _vecdot(call: Call) -> Resolution:
-    """A sum over one dim of a broadcast product; letters count the dims from the right."""
+    """A sum over one dim of a broadcast product."""
     ndim = max(map(len, call.shapes))
-    summed = call.kwargs.get("dim", -1) % ndim - ndim
-    names = [list(range(-len(shape), 0)) for shape in call.shapes]
-    result = [name for name in range(-ndim, 0) if name != summed]
-    return Resolution(contraction(names, result, call.shapes))
+    factors = [term(ndim)[ndim - len(shape) :] for shape in call.shapes]
+    return Resolution(f"{', '.join(factors)} -> {term(ndim, dropped=[call.kwargs.get('dim', -1) % ndim])}")
 
 
 @rule("kron")
@@ -128,16 +127,15 @@ def _tensordot(call: Call) -> Resolution | None:
     else:
         first, second = ([dim] if isinstance(dim, int) else list(dim) for dim in dims)
         pairs = [(a % left, b % right) for a, b in zip(first, second, strict=True)]
-    names: list[list[Hashable]] = [[(0, dim) for dim in range(left)], [(1, dim) for dim in range(right)]]
+    of_left, of_right = term(left), list(term(left + right)[left:])
     for a, b in pairs:
-        names[1][b] = names[0][a]
-    summed = {names[0][a] for a, _ in pairs}
-    result = [name for operand in names for name in operand if name not in summed]
-    return Resolution(contraction(names, result, call.shapes))
+        of_right[b] = of_left[a]
+    kept = [letter for letter in (*of_left, *of_right) if letter not in of_left or letter not in of_right]
+    return Resolution(f"{of_left}, {''.join(of_right)} -> {''.join(kept)}")
 
 
 @rule("einsum")
-def _einsum(call: Call) -> Resolution:
+def _einsum(call: Call) -> Resolution | None:
     """The equation of the einsum. A repeated letter inside an operand takes the diagonal, so its dims stay whole."""
     left, arrow, right = call.args[0].replace(" ", "").partition("->")
     terms = left.split(",")
@@ -150,7 +148,16 @@ def _einsum(call: Call) -> Resolution:
         free = sorted({name for operand in names for name in operand if isinstance(name, int)})
         result = [*free, *sorted(letter for letter in set(letters) if letters.count(letter) == 1)]
     whole = {name for operand in names for name in operand if operand.count(name) > 1}
-    return Resolution(contraction(names, result, call.shapes, whole), lambda *_: _einsum_of_shards)
+    different = dict.fromkeys(itertools.chain(*names))
+    if len(different) > len(ascii_lowercase):
+        return None
+    renamed = {
+        name: letter.upper() if name in whole else letter
+        for name, letter in zip(different, ascii_lowercase, strict=False)
+    }
+    *factors, product = ["".join(renamed[name] for name in operand) for operand in (*names, result)]
+    linear = "+" * (len(factors) == 1)
+    return Resolution(f"{linear}{', '.join(factors)} -> {product}", lambda *_: _einsum_of_shards)
 
 
 def _einsum_of_shards(equation: str, *operands: Any) -> torch.Tensor:
@@ -167,36 +174,6 @@ def _einsum_names(text: str, ndim: int) -> list[Hashable]:
     before, dots, after = text.partition("...")
     num_free = ndim - len(before) - len(after) if dots else 0
     return [*before, *range(-num_free, 0), *after]
-
-
-def contraction(
-    names: Sequence[Sequence[Hashable]],
-    result: Sequence[Hashable],
-    shapes: Sequence[Shape],
-    whole: Sequence[Hashable] | set[Hashable] = (),
-) -> list[Signature]:
-    """One-axis signatures of a product of tensors with named dims, summed over the names that ``result`` lacks.
-
-    It works like an equation, for any number of names. Dims of size one broadcast. A single operand is linear, so its
-    partial sums stay partial sums.
-    """
-    sizes: dict[Hashable, int] = {}
-    for operand, shape in zip(names, shapes, strict=True):
-        for name, size in zip(operand, shape, strict=True):
-            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
-    found = []
-    for name, size in sizes.items():
-        if name in whole:
-            continue
-        entries: list[Sbp] = [
-            Split(operand.index(name)) if name in operand and shape[operand.index(name)] == size else broadcast
-            for operand, shape in zip(names, shapes, strict=True)
-        ]
-        output: Sbp = Split(result.index(name)) if name in result else partial_sum
-        found.append(Signature(tuple(entries), (output,), str(name)))
-    if len(names) == 1:
-        found.append(Signature((partial_sum,), (partial_sum,)))
-    return [*found, Signature((broadcast,) * len(names), (broadcast,))]
 
 
 @composite("chain_matmul")
