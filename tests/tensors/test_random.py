@@ -357,3 +357,12 @@ def test_a_dtype_that_does_not_hold_the_numbers_is_refused(name):
 
     for found in run_ranks(program, 3):
         assert torch.equal(found, torch.arange(256, dtype=torch.uint8))
+
+
+def test_native_dropout_drops_where_nothing_is_said_of_training():
+    def program():
+        x = wb.ones(40, 4, placement=wb.placement.all(), sbp="S(0)")
+        return [part.full_tensor() for part in torch.native_dropout(x, 0.5, None)]
+
+    for dropped, mask in run_ranks(program, 2):
+        assert torch.equal(dropped, mask * 2.0) and 0 < mask.sum() < mask.numel()

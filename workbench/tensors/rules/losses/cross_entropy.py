@@ -8,6 +8,7 @@ the labels among its classes, and the ranks sum three numbers per row. The logit
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,26 +57,20 @@ def _by_rows(call: Call) -> Resolution | None:
     return Resolution(f"{text}{weights} -> {'n...' if keeps_rows else ''}")
 
 
-@composite("cross_entropy")
-def cross_entropy(input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
-                  reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0) -> Any:  # fmt: skip
-    """``F.cross_entropy``; the mean is over the logical batch."""
+def _entry(
+    function: Any, local: Any, input: Any, target: Any, weight: Any = None, size_average: Any = None,
+    ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", *label_smoothing: float,
+) -> Any:  # fmt: skip
+    """``function(input, target, ...)``, whose mean is over the logical batch; ``local`` is its operator."""
     if weight is None and type(target) is torch.Tensor and reduction == "mean" and size_average is reduce is None:
-        loss = _mean_of_split_batch(_local_cross_entropy, input, target, ignore_index, label_smoothing)
+        loss = _mean_of_split_batch(local, input, target, ignore_index, *label_smoothing)
         if loss is not None:
             return loss
-    return _loss(F.cross_entropy, input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    return _loss(function, input, target, weight, size_average, ignore_index, reduce, reduction, *label_smoothing)
 
 
-@composite("nll_loss")
-def nll_loss(input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
-             reduce: Any = None, reduction: str = "mean") -> Any:  # fmt: skip
-    """``F.nll_loss``; the mean is over the logical batch."""
-    if weight is None and type(target) is torch.Tensor and reduction == "mean" and size_average is reduce is None:
-        loss = _mean_of_split_batch(_local_nll_loss, input, target, ignore_index)
-        if loss is not None:
-            return loss
-    return _loss(F.nll_loss, input, target, weight, size_average, ignore_index, reduce, reduction)
+composite("cross_entropy")(partial(_entry, F.cross_entropy, _local_cross_entropy))
+composite("nll_loss")(partial(_entry, F.nll_loss, _local_nll_loss))
 
 
 def _mean_of_split_batch(

@@ -28,7 +28,8 @@ def _settings(func: Any, args: Any, kwargs: Any, default: bool) -> tuple[Any, fl
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     training = options.get("training", options.get("train", default))
-    return options["input"], p, bool(training), bool(options.get("inplace")) or func.__name__.endswith("_")
+    is_training = training is None or bool(training)  # None is what native_dropout takes for True
+    return options["input"], p, is_training, bool(options.get("inplace")) or func.__name__.endswith("_")
 
 
 def _noise_shape(shape: Shape) -> Shape:

@@ -66,18 +66,22 @@ def _like(tensor: GlobalTensor, sampler: random.Sampler, options: dict[str, Any]
     return result
 
 
-@handler("rand_like")
-def rand_like(func: Any, args: Any, kwargs: Any) -> Any:
-    """Uniform numbers in the layout of the input."""
-    check_filling("uniform_", kwargs.get("dtype") or args[0].dtype)
-    return _like(args[0], random.uniform_sampler(), kwargs)
+def _standard(name: str, filling: str, sampler: random.Sampler) -> None:
+    """Register ``torch.name_like`` in the layout of the input, and ``torch.name(size, out=...)``."""
+
+    @handler(f"{name}_like")
+    def like(func: Any, args: Any, kwargs: Any) -> Any:
+        check_filling(filling, kwargs.get("dtype") or args[0].dtype)
+        return _like(args[0], sampler, kwargs)
+
+    @filler(name)
+    def of_size(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
+        check_filling(filling, out.dtype)
+        return _sized(out, args if isinstance(args[0], int) else args[0], sampler, options)
 
 
-@handler("randn_like")
-def randn_like(func: Any, args: Any, kwargs: Any) -> Any:
-    """Normal numbers in the layout of the input."""
-    check_filling("normal_", kwargs.get("dtype") or args[0].dtype)
-    return _like(args[0], random.normal_sampler(), kwargs)
+_standard("rand", "uniform_", random.uniform_sampler())
+_standard("randn", "normal_", random.normal_sampler())
 
 
 @handler("randint_like")
@@ -294,20 +298,6 @@ def _whole_with_generator(name: str) -> None:
 
 for _name in ("binomial", "_standard_gamma", "_sample_dirichlet"):
     _whole_with_generator(_name)
-
-
-@filler("rand")
-def rand(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
-    """Uniform numbers of a given size."""
-    check_filling("uniform_", out.dtype)
-    return _sized(out, args if isinstance(args[0], int) else args[0], random.uniform_sampler(), options)
-
-
-@filler("randn")
-def randn(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
-    """Normal numbers of a given size."""
-    check_filling("normal_", out.dtype)
-    return _sized(out, args if isinstance(args[0], int) else args[0], random.normal_sampler(), options)
 
 
 @filler("randint")
