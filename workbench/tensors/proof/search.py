@@ -6,7 +6,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -240,7 +240,9 @@ class _Search:
 
     def _right_outputs_of(self, inputs: Entries) -> Entries | None:
         """Layouts of the results under which the function itself is right on shards, gradients included."""
-        if any(shape[e.dim] < self.num_ranks for e, shape in zip(inputs, self.shapes, strict=True) if _splits(e)):
+        if any(
+            shape[e.dim] < self.num_ranks for e, shape in zip(inputs, self.shapes, strict=True) if isinstance(e, Split)
+        ):
             return None  # some builtins crash the process on an empty shard
         shards = self._cut(self.operands, inputs)
         outputs = self._right_outputs(shards, [value.detach() for value in self.expected.values])
@@ -360,10 +362,6 @@ def _outputs_of(plan: Plan) -> Entries:
 
 def _gradient_of(leaf: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(leaf).detach() if leaf.grad is None else leaf.grad
-
-
-def _splits(entry: Sbp) -> TypeGuard[Split]:
-    return isinstance(entry, Split)
 
 
 OneRank = tuple[list[torch.Tensor], list[torch.Tensor]]

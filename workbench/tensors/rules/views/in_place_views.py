@@ -4,6 +4,7 @@ gathers: a view by steps in memory, which are those of one device.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -33,38 +34,20 @@ def _become(input: Any, view: Any, name: str) -> Any:
     return input
 
 
-def unsqueeze_(input: Any, dim: int) -> Any:
-    """Insert a dim of size one."""
-    return _become(input, input.unsqueeze(dim), "unsqueeze_")
+def _register(name: str, view: Any) -> None:
+    @functools.wraps(view)
+    def written(tensor: Any, **given: Any) -> Any:
+        return _become(tensor, view(tensor, **given), name)
+
+    EXACT[getattr(torch.Tensor, name)] = written
 
 
-def squeeze_(input: Any, dim: Any = None) -> Any:
-    """Remove dims of size one of the logical shape."""
-    return _become(input, input.squeeze() if dim is None else input.squeeze(dim), "squeeze_")
-
-
-def transpose_(input: Any, dim0: int, dim1: int) -> Any:
-    """Swap two dims."""
-    return _become(input, input.transpose(dim0, dim1), "transpose_")
-
-
-def t_(input: Any) -> Any:
-    """Swap the dims of a matrix."""
-    return _become(input, input.t(), "t_")
-
-
-def swapaxes_(input: Any, axis0: int, axis1: int) -> Any:
-    """``transpose_`` by another name."""
-    return _become(input, input.transpose(axis0, axis1), "swapaxes_")
-
-
-def swapdims_(input: Any, dim0: int, dim1: int) -> Any:
-    """``transpose_`` by another name."""
-    return _become(input, input.transpose(dim0, dim1), "swapdims_")
-
-
-for _function in (unsqueeze_, squeeze_, transpose_, t_, swapaxes_, swapdims_):
-    EXACT[getattr(torch.Tensor, _function.__name__)] = _function
+_register("unsqueeze_", lambda tensor, dim: tensor.unsqueeze(dim))
+_register("squeeze_", lambda tensor, dim=None: tensor.squeeze() if dim is None else tensor.squeeze(dim))
+_register("transpose_", lambda tensor, dim0, dim1: tensor.transpose(dim0, dim1))
+_register("t_", lambda tensor: tensor.t())
+_register("swapaxes_", lambda tensor, axis0, axis1: tensor.transpose(axis0, axis1))
+_register("swapdims_", lambda tensor, dim0, dim1: tensor.transpose(dim0, dim1))
 
 
 @handler("as_strided", "as_strided_copy", "as_strided_scatter")
