@@ -135,28 +135,17 @@ def _over_space(call: Call) -> Resolution:
     return Resolution(f"{batch}c{space}, {weight}{kernel}, +o -> {batch}o{space}", as_if_filled)
 
 
-@rule("unfold", "im2col")
+@rule("unfold", "im2col", "fold", "col2im")
 def _patches(call: Call) -> Resolution:
-    """Image to columns. Batch may be split, and channels if their slices are slices of the columns. Linear."""
+    """Image to columns, and back: linear. Batch may be split, and channels if slices of them are slices of columns."""
     if call.func is torch.Tensor.unfold:
         return windows(call)
-    return _by_channel(call, call.shapes[0], call.outputs[0][0], channel_at=(-3, -2))
-
-
-@rule("fold", "col2im")
-def _folded(call: Call) -> Resolution:
-    """Columns to image."""
-    return _by_channel(call, call.shapes[0], call.outputs[0][0], channel_at=(-2, -3))
-
-
-def _by_channel(
-    call: Call, source: tuple[int, ...], target: tuple[int, ...], channel_at: tuple[int, int]
-) -> Resolution:
-    before, after = len(source) + channel_at[0], len(target) + channel_at[1]
+    is_back = call.name in ("fold", "col2im")
+    source, target = call.shapes[0], call.outputs[0][0]
+    before, after = len(source) - (2 if is_back else 3), len(target) - (3 if is_back else 2)
     found = [Signature((partial_sum,), (partial_sum,)), Signature((broadcast,), (broadcast,))]
-    placement = call.operands[0]._spec.layout.placement
-    sizes = (source[before], target[after])
-    if all(size % placement.num_ranks == 0 for size in sizes):
+    num_ranks = call.operands[0]._spec.layout.placement.num_ranks
+    if source[before] % num_ranks == target[after] % num_ranks == 0:
         found.insert(0, Signature((Split(before),), (Split(after),), "c"))
     if before == 1:
         found.insert(0, Signature((Split(0),), (Split(0),), "n"))

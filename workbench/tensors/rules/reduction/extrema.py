@@ -92,11 +92,8 @@ def aminmax(input: Any, *, dim: int | None = None, keepdim: bool = False, out: A
     """Both extrema."""
     if out is not None or not splits(input, None if dim is None else normalize_dims(dim, input.dim())):
         return NotImplemented
-    low = _amax(input, dim, keepdim, largest=False)
-    high = _amax(input, dim, keepdim, largest=True)
-    if low is NotImplemented or high is NotImplemented:
-        return NotImplemented
-    return torch.return_types.aminmax((low, high))
+    dims = () if dim is None else dim
+    return torch.return_types.aminmax((torch.amin(input, dims, keepdim), torch.amax(input, dims, keepdim)))
 
 
 def _max(largest: bool, input: Any, *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,6 @@ The ranks exchange one row each, twice in forward and once in backward. The tens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,20 +16,6 @@ from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.rules.reduction.extrema import extremum
 from workbench.tensors.rules.reduction.two_stage import dropped, splits, stages_of, terms
 from workbench.tensors.rules.reduction.variance import accumulation_dtype
-
-
-def shifted_sum_of_exp(x: GlobalTensor, dims: Sequence[int]) -> tuple[GlobalTensor, GlobalTensor]:
-    """The largest value m (without gradient) and the sum of exp(x - m) over ``dims``. Dims are kept; the layout is that
-    of x, but whole along the axes that split ``dims``.
-    """
-    stages = stages_of(x, dims)
-    peak = sum_terms(extremum(x, dims, True, largest=True), "softmax")
-    dtype = accumulation_dtype(x.dtype)
-    total = terms(
-        lambda t, m: (t.to(dtype) - finite(m).to(dtype)).exp().sum(list(dims), keepdim=True),
-        [x, peak], [stages.layout, stages.gathered], stages, True, dtype, "softmax",
-    )  # fmt: skip
-    return peak, sum_terms(total, "softmax")
 
 
 def finite(peak: torch.Tensor) -> torch.Tensor:
@@ -50,9 +35,14 @@ def logsumexp(input: Any, dim: Any = None, keepdim: bool = False, *, out: Any = 
     if not x.is_floating_point():
         x = sum_terms(x.to(torch.get_default_dtype()))
     stages, dtype = stages_of(x, dims), x.dtype
-    peak, total = shifted_sum_of_exp(x, dims)
+    wide = accumulation_dtype(dtype)
+    peak = sum_terms(extremum(x, dims, True, largest=True), "logsumexp")
+    total = terms(
+        lambda t, m: (t.to(wide) - finite(m).to(wide)).exp().sum(dims, keepdim=True),
+        [x, peak], [stages.layout, stages.gathered], stages, True, wide, "logsumexp",
+    )  # fmt: skip
     result = local_call(
-        lambda m, s: (s.log() + finite(m)).to(dtype), [peak, total], [stages.gathered] * 2,
+        lambda m, s: (s.log() + finite(m)).to(dtype), [peak, sum_terms(total, "logsumexp")], [stages.gathered] * 2,
         stages.result(True, dtype), "logsumexp",
     )  # fmt: skip
     return result if keepdim else dropped(result, stages)
