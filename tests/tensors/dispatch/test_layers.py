@@ -245,6 +245,22 @@ def test_an_index_that_no_rank_has_is_an_error():
         run_ranks(program, 2)
 
 
+@pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
+@pytest.mark.parametrize("function", [nn.functional.embedding, nn.functional.embedding_bag])
+@pytest.mark.parametrize("sbp", ["B", "S(0)", "S(1)"])
+def test_rows_in_use_are_scaled_in_the_table(function, sbp):
+    ids, rows = torch.tensor([[0, 3], [4, 3]]), torch.arange(20.0).view(5, 4)
+    scaled = rows.clone()
+    expected = [function(ids, scaled, max_norm=2.0), scaled]
+
+    def program():
+        table = wb.tensor(rows, placement=wb.placement.all(), sbp=sbp)
+        return [part.full_tensor() for part in (function(ids, table, max_norm=2.0), table)]
+
+    for found in run_ranks(program, 2):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("table", ["B", "S(0)", "S(1)"])
 def test_tables_with_sparse_gradients_have_dense_ones(layer, table):

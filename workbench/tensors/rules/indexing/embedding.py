@@ -115,9 +115,13 @@ def embedding(
     """``F.embedding``; with ``max_norm``, the rows in use are first scaled in place."""
     if max_norm is None:
         return NotImplemented
-    with torch.no_grad():
-        torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
+    _scale_rows(weight, input, max_norm, norm_type)
     return F.embedding(input, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
+
+
+@torch.no_grad()
+def _scale_rows(weight: Any, indices: Any, max_norm: float, norm_type: float) -> None:
+    torch.embedding_renorm_(weight.detach(), indices.contiguous(), max_norm, norm_type)
 
 
 EXACT[F.embedding] = embedding  # the first argument of torch.embedding is the table
@@ -128,7 +132,7 @@ def _embedding_bag(call: Call) -> Resolution | None:
     """The rows of two-dim indices may be split (each is a bag), and the width of the table. With offsets, all indices
     stay whole.
     """
-    if call.func is not F.embedding_bag or call.arg(3, "max_norm") is not None:
+    if call.func is not F.embedding_bag:
         return None
     scales = call.arg(5, "scale_grad_by_freq", False)
     bags = "B" if scales else "b"
@@ -148,10 +152,13 @@ def embedding_bag(input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
     options = by_name(F.embedding_bag, (input, weight, *args), kwargs)
     if options.get("sparse"):
         return F.embedding_bag(**{**options, "sparse": False})
+    if options.get("max_norm") is not None:
+        _scale_rows(weight, input, options["max_norm"], options.get("norm_type", 2.0))
+        return F.embedding_bag(**{**options, "max_norm": None})
     mode = options.get("mode", "mean")
     rows_split = isinstance(weight, GlobalTensor) and Split(0) in weight._spec.layout.sbp
-    simple = not options.get("scale_grad_by_freq") and options.get("max_norm") is None
-    if not (rows_split and simple and input.dim() == 2 and mode in ("sum", "mean")):
+    scales = options.get("scale_grad_by_freq")
+    if scales or not (rows_split and input.dim() == 2 and mode in ("sum", "mean")):
         return NotImplemented
     padding = options.get("padding_idx")
     found = F.embedding(input, weight, padding)
