@@ -379,3 +379,15 @@ def test_weights_of_one_norm(sbp):
 
     for found in run_ranks(program, 2):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("sbp", ["S(0)", "B"])
+@pytest.mark.parametrize("function", [torch.any, torch.all])
+def test_any_and_all_over_no_dims_reduce_nothing(function, sbp):
+    full = torch.tensor([True, False, True])
+
+    def program():
+        return function(wb.tensor(full, placement=wb.placement.all(), sbp=sbp), dim=()).full_tensor()
+
+    for found in run_ranks(program, 2):
+        assert torch.equal(found, function(full, dim=()))

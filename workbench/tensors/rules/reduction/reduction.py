@@ -40,6 +40,8 @@ _DIMS_AT: dict[str, tuple[int, Any]] = {
 def _reduced_dims(call: Call) -> list[int]:
     position, default = _DIMS_AT.get(call.name, (1, None))
     dims = call.arg(position, "dim", default)
+    if call.name in ("all", "any") and dims in ((), []):
+        return []  # to these, no dims are none; to others, all
     if isinstance(dims, (torch.dtype, bool)):
         dims = None
     return normalize_dims(dims, len(call.shapes[0]))
@@ -211,7 +213,7 @@ def _in_two_stages(name: str, function: Callable[..., torch.Tensor]) -> None:
     """A reduction whose partial results can be reduced again: a product of products, any of any."""
 
     def reduce(input: Any, dim: Any = None, keepdim: bool = False, *, out: Any = None, **options: Any) -> Any:
-        if type(input) is not GlobalTensor or out is not None:
+        if type(input) is not GlobalTensor or out is not None or dim in ((), []):
             return NotImplemented
         dims = normalize_dims(dim, len(input._spec.shape))
         if not splits(input, dims):
