@@ -18,29 +18,21 @@ _LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 
 
-@rule(*_LAYERS)
-def _layers(call: Call) -> Resolution | None:
-    """``(input, states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first)``."""
-    is_packed = isinstance(call.args[3], (list, tuple))
-    if is_packed or len(call.shapes[0]) != 3:
+@rule(*_LAYERS, *_CELLS)
+def _recurrent(call: Call) -> Resolution | None:
+    """``(input, states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first)``, or of one step
+    ``(input, states, weights)``; packed sequences have the weights fourth.
+    """
+    is_cell = call.name in _CELLS
+    if isinstance(call.args[3], (list, tuple)) or len(call.shapes[0]) != (2 if is_cell else 3):
         return None
-    batch_at = 0 if call.arg(8, "batch_first", False) else 1
-    num_states = 2 if call.name == "lstm" else 1
-    return Resolution(_over_batch(call, batch_at, (1,) * num_states, (batch_at, *(1,) * num_states)), as_if_filled)
-
-
-@rule(*_CELLS)
-def _cells(call: Call) -> Resolution | None:
-    if len(call.shapes[0]) != 2:
-        return None
-    num_states = 2 if call.name == "lstm_cell" else 1
-    return Resolution(_over_batch(call, 0, (0,) * num_states, (0,) * num_states), as_if_filled)
-
-
-def _over_batch(call: Call, at: int, states: tuple[int, ...], results: tuple[int, ...]) -> list[Signature]:
+    batch_at = 0 if is_cell or call.arg(8, "batch_first", False) else 1
+    states = (Split(0 if is_cell else 1),) * (2 if call.name.startswith("lstm") else 1)
+    results = states if is_cell else (Split(batch_at), *states)
     weights = (broadcast,) * (len(call.operands) - 1 - len(states))
-    batch = Signature((Split(at), *map(Split, states), *weights), tuple(map(Split, results)), "n")
-    return [batch, Signature((broadcast,) * len(call.operands), (broadcast,) * len(results))]
+    batch = Signature((Split(batch_at), *states, *weights), results, "n")
+    whole = Signature((broadcast,) * len(call.operands), (broadcast,) * len(results))
+    return Resolution([batch, whole], as_if_filled)
 
 
 def _layer_by_layer(name: str) -> Any:

@@ -69,10 +69,8 @@ def linalg_norm(
     num_dims = A.dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
     dtype = options.get("dtype")
     check_as_torch(torch.linalg.norm, A, ord, dim, keepdim, dtype=dtype)
-    if ord is None:
-        return torch.linalg.vector_norm(A, 2, dim, keepdim, dtype=dtype)
-    if num_dims == 1:
-        return torch.linalg.vector_norm(A, ord, dim, keepdim, dtype=dtype)
+    if ord is None or num_dims == 1:
+        return torch.linalg.vector_norm(A, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
     return torch.linalg.matrix_norm(A, ord, (-2, -1) if dim is None else dim, keepdim, dtype=dtype)
 
 
