@@ -30,7 +30,7 @@ from workbench.tensors.rules.reduction.two_stage import Stages, needs_grad, spli
 from workbench.tensors.rules.reduction.variance import accumulation_dtype, behind_new_dim
 from workbench.tensors.rules.views.row_moves import own_rows
 
-_SUM = 2
+_NONE, _SUM = 0, 2
 _local_cross_entropy: Any = torch._C._nn.cross_entropy_loss
 _local_nll_loss: Any = torch._C._nn.nll_loss_nd
 
@@ -101,7 +101,10 @@ def _mean_of_split_batch(
         target = target.narrow(dim, start, size)
     target = copy_to_device(target, spec.world.device)  # this rank's labels only
     with local_torch():
-        return wrap(function(input, target, None, _SUM, ignore_index, *label_smoothing) / count, out)
+        if input.dtype != torch.float16:
+            return wrap(function(input, target, None, _SUM, ignore_index, *label_smoothing) / count, out)
+        rows = function(input, target, None, _NONE, ignore_index, *label_smoothing)  # their sum may overflow
+        return wrap((rows.sum(dtype=torch.float32) / count).to(torch.float16), out)
 
 
 def _place_of_labels(spec: Spec, target: tuple[int, ...]) -> tuple[Spec, list[tuple[int, int, int]]] | None:
@@ -161,9 +164,11 @@ def _loss(
             "gradient for weight. Pass weight.detach(), or targets that are probabilities."
         )
     class_dim = 0 if len(shape) == 1 else 1
+    is_cast = torch.is_autocast_enabled(scores._spec.world.autocast_type)  # autocast computes losses in 32 bits
+    may_overflow = reduction == "mean" and scores.dtype == torch.float16 and not is_cast
     if splits(scores, [class_dim]):
-        if torch.is_autocast_enabled(scores._spec.world.autocast_type):
-            scores = scores.float()  # autocast computes losses in 32 bits
+        if is_cast:
+            scores = scores.float()
         by: Callable[..., GlobalTensor]
         if function is F.nll_loss:
             by = _rows_of_likelihoods
@@ -174,17 +179,20 @@ def _loss(
         rows = by(sum_terms(scores), target, weight, class_dim, ignore_index, label_smoothing)
         if reduction == "none":
             return rows
-        total: Any = rows.sum()
+        total: Any = rows.sum(dtype=torch.float32 if may_overflow else None)
     else:
-        arguments = [scores, target, weight, None, ignore_index, None, "none" if reduction == "none" else "sum"]
-        total = call_by_plan(function, tuple(arguments), smoothing)
+        kind = reduction if reduction != "mean" else "none" if may_overflow else "sum"
+        total = call_by_plan(function, (scores, target, weight, None, ignore_index, None, kind), smoothing)
+        total = total.sum(dtype=torch.float32) if may_overflow else total
     if reduction != "mean":
         return total
-    if not by_index:
+    if by_index:
+        weight_of_all = sum_terms(_weight_of_targets(target, weight, ignore_index))
+        loss: Any = scale_terms(total, sum_terms(weight_of_all.to(total.dtype)))
+    else:
         rows_count = scores.numel() // max(1, shape[class_dim])
-        return total / rows_count if rows_count else total * float("nan")
-    weight_of_all = sum_terms(_weight_of_targets(target, weight, ignore_index))
-    return scale_terms(total, sum_terms(weight_of_all.to(total.dtype)))
+        loss = total / rows_count if rows_count else total * float("nan")
+    return loss.to(torch.float16) if may_overflow else loss
 
 
 def _check_shapes(function: Callable[..., Any], scores: tuple[int, ...], target: tuple[int, ...]) -> None:
