@@ -239,7 +239,7 @@ def test_tensors_that_nothing_fills_are_listed():
         models = [Scaled() for _ in range(2)]
 
     def program(rank):
-        with pytest.raises(StrategyError, match=r"2 of 4 tensors on meta got no value: scale, mask.*reset_parameters"):
+        with pytest.raises(StrategyError, match=r"2 of 4 tensors on meta got no value: scale, mask.*make it anew"):
             wb.parallelize(models[rank], "*: data")
 
     run_ranks(program, 2)

@@ -61,7 +61,8 @@ def materialize(module: nn.Module, names: list[str], init: Init, world: World) -
         raise StrategyError(
             f"parallelize: {len(missing)} of {len(names)} tensors on meta got no value: {', '.join(missing[:20])}. "
             "Tensors on meta get values from modules' reset_parameters (transformers: _init_weights) or from files. "
-            "Give init=function(module) that fills them in place, or build buffers that constructors compute on cpu."
+            "Give init=function(module) that fills them in place, or build buffers that constructors compute on cpu. "
+            "The module has changed: make it anew first."
         )
 
 
