@@ -21,6 +21,7 @@ from workbench.session.adapter import Request
 from workbench.session.engine_pool import EnginePool
 from workbench.session.magic import SessionMagics, _parse, unload_ipython_extension
 from workbench.session.offer_magics import offer_magics
+from workbench.session.output.log import MAX_RUNS, OutputLogs
 from workbench.session.output.tracebacks import Interrupted
 from workbench.session.processes import discovery, folder, watchdog
 from workbench.session.processes.core_waits import CoreWaits
@@ -379,3 +380,16 @@ def test_a_request_goes_out_again_when_an_engine_ends_before_it():
     registered.append(0)
     with pytest.raises(KeyError, match="other"):
         Pool().send((0, 1), lambda live: addresses["other"])
+
+
+def test_old_output_that_cannot_be_removed_stops_no_cell(tmp_path):
+    """Each further cell ended in an OSError, where a disk had become read-only for example."""
+    for run in range(MAX_RUNS):
+        (tmp_path / f"cell-{run:05d}-rank-1.log").touch()
+    (tmp_path / "cell-00000-rank-0.log").mkdir()  # which no unlink removes
+    log = OutputLogs(tmp_path).begin(MAX_RUNS)
+    log.write(0, "printed")
+    log.close()
+    remaining = {path.name for path in tmp_path.iterdir()}
+    assert {"cell-00000-rank-0.log", "cell-00001-rank-1.log", f"cell-{MAX_RUNS:05d}-rank-0.log"} <= remaining
+    assert "cell-00000-rank-1.log" not in remaining

@@ -49,10 +49,12 @@ class OutputLogs:
     folder: Path
 
     def begin(self, run: int) -> RunLog:
+        """The log of a request. Old files that cannot be removed stay."""
         found = self._files()
         for old in sorted(found)[: -MAX_RUNS + 1]:
             for path in found[old].values():
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink()
         return RunLog(self.folder, run)
 
     def last(self) -> dict[int, Path]:
