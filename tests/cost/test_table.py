@@ -129,5 +129,8 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_the_command_lists_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the units of all commands: bytes were in GiB, and 14.1 TFLOP/s were 14."""
     assert main(["simulate", "--machines"]) == 0
-    assert "v100-dgx2" in capsys.readouterr().out
+    listed = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert " 141 GB " in listed["h200"] and " 34.4 GB " in listed["v100-dgx2"]
+    assert "fp16 673" in listed["h200"] and "fp32 (TF32) 336" in listed["h200"] and "fp32 14.1" in listed["v100-dgx2"]

@@ -25,6 +25,7 @@ from typing import TextIO
 
 from workbench.cli.outputs import check_output, writing
 from workbench.errors import CommandError, TableError
+from workbench.units import format_bytes, format_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +103,6 @@ def _list_machines() -> int:
         machine = load_hardware(name)
         names = {"fp32": "fp32 (TF32)"} if machine.fp32_is_tf32 else {}
         flops = machine.matmul_flops_per_s.items()
-        rates = ", ".join(f"{names.get(dtype, dtype)} {rate / 1e12:.0f}" for dtype, rate in flops)
-        print(f"{name:18} {machine.memory_bytes / 2**30:6.0f} GiB   TFLOP/s of large products: {rates}")
+        rates = ", ".join(f"{names.get(dtype, dtype)} {format_number(rate / 1e12)}" for dtype, rate in flops)
+        print(f"{name:18} {format_bytes(machine.memory_bytes):>8}   TFLOP/s of large products: {rates}")
     return 0
