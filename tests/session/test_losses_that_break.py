@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tests.session.simulated_session import SimulatedSession
-from tests.session.test_verdicts import STEPS, features, is_spread, nobody_listens, sgd
+from tests.session.test_verdicts import STEPS, changed_sgd, features, is_spread, nobody_listens, sgd
 from workbench.core.metrics import RunRecord
 from workbench.session.comparison.comparison import Comparison
 from workbench.session.comparison.subject import Subject
@@ -78,11 +79,20 @@ def test_one_device_with_micro_batches_is_said_to_have_them_where_its_losses_sho
     assert checked(plain, STEPS, "*: data | mb=2").verdict.note == checked(normed, STEPS).verdict.note == ""
 
 
-def test_weights_after_one_step_are_not_compared_with_those_after_two():
+def test_weights_are_compared_after_as_many_steps_of_a_run_as_of_one_device():
+    """A run of one step after longer ones was judged by its loss alone, which no optimizer has changed yet."""
     subject = Subject.of(plain_layer, features(), F.cross_entropy, optimizer_fn=sgd, batch_size=8, steps=STEPS)
+    session: Any = SimulatedSession()
+    with Comparison(session, subject) as comparison:
+        runs = [comparison.start("*: data", num_steps=steps).result() for steps in (1, STEPS, 1, 1, 2, STEPS)]
+    assert [run.verdict.text for run in runs] == ["every loss and every weight lies within the tolerance"] * 6
+    assert None not in [run.weight_difference for run in runs]
+    assert session.submitted.count("train_one_device") == 5
+
+
+def test_a_run_of_one_step_after_longer_ones_with_another_learning_rate_is_a_cross():
+    wrong = changed_sgd(lr=0.2)
+    subject = Subject.of(plain_layer, features(), F.cross_entropy, optimizer_fn=wrong, batch_size=8, steps=STEPS)
     with Comparison(SimulatedSession(), subject) as comparison:  # type: ignore[arg-type]
-        runs = [comparison.start("*: data", num_steps=steps).result() for steps in (1, STEPS, 1)]
-        runs.append(comparison.start("*: data", num_steps=2).result())
-    assert [run.verdict.by for run in runs] == ["tolerance"] * 4
-    assert [run.weight_difference is None for run in runs] == [False, False, True, False]
-    assert runs[2].verdict.text == "every loss lies within the tolerance"
+        runs = [comparison.start("*: data", num_steps=steps).result() for steps in (STEPS, 1)]
+    assert [run.equal for run in runs] == [False, False], [run.verdict for run in runs]

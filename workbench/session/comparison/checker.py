@@ -52,13 +52,14 @@ class Checker:
         self._exact: dict[tuple[str, bool], tuple[int, Distance]] = {}
 
     def one_device(self, which: OneDevice, num_steps: int, observer: RunObserver | None = None) -> RankResult:
-        """A one-device run of at least so many steps. The first call trains it.
+        """A one-device run of at least so many steps, whose weights are compared after as many as those of a run of so
+        many. The first call trains it; so does one for a single step after longer runs, and the next longer one.
 
         Raises:
             RunStopped: ``observer`` stopped it; the next call trains it again.
         """
         known = self._reports.get(which)
-        if known is not None and len(known.losses) >= num_steps:
+        if known is not None and len(known.losses) >= num_steps >= _weight_steps(known):
             return known
         call = self._session.submit(training_on_engine.train_one_device, self._key, which, num_steps, ranks=[0])
         report: RankResult = _finished(call, observer)[0]
@@ -192,6 +193,7 @@ class Checker:
         for other, report in self._reports.items():
             plain = self.known(replace(other, variant="plain"))
             is_like = replace(other, num_micro_batches=which.num_micro_batches) == replace(which, variant="perturbed")
+            is_like &= _weight_steps(report) == _weight_steps(reference)
             if is_like and plain is not None and len(report.losses) >= num_steps:
                 return _distance([report], plain, num_steps)
         report = self.one_device(replace(which, variant="perturbed"), num_steps, observer)
@@ -233,6 +235,11 @@ class Checker:
 def one_device_of(strategy: Strategy, seed: int) -> OneDevice:
     """The one-device run that a strategy's run is compared with."""
     return OneDevice(strategy.options.num_micro_batches, strategy.options.precision, seed=seed)
+
+
+def _weight_steps(report: RankResult) -> int:
+    """The steps of a one-device run after which weights are compared with its own."""
+    return min(WEIGHT_STEPS, len(report.losses))
 
 
 def _distance(reports: Sequence[RankResult], reference: RankResult, num_steps: int) -> Distance:
