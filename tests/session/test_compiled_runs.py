@@ -39,13 +39,14 @@ def model(*more: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 4), *more)
 
 
-def compared(make: Callable[[], nn.Module], strategies: list[str]) -> CompareResult:
+def compared(make: Callable[[], nn.Module], strategies: list[str], steps: int = 7, **options: Any) -> CompareResult:
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(20, 8, generator=generator), torch.randint(0, 4, (20,), generator=generator)
     session: Any = SimulatedSession()
     return wb.compare(
-        make, data, cross_entropy, strategies, batch_size=8, steps=7, session=session, keep=False, compile=True
-    )
+        make, data, cross_entropy, strategies, batch_size=8, steps=steps, session=session, keep=False, compile=True,
+        **options,
+    )  # fmt: skip
 
 
 def compile_by(monkeypatch: pytest.MonkeyPatch, function: Callable[[Any], Any]) -> None:
@@ -104,3 +105,12 @@ def test_a_step_that_cannot_be_captured_is_taken_as_it_is(monkeypatch):
     assert result.all_equal
     assert refused.losses == eager.losses
     assert "item()" in refused.settings["uncompiled"]
+
+
+@pytest.mark.parametrize("options", [{"count": lambda inputs, targets: inputs.abs().sum()}, {"steps": 2}])
+def test_a_run_of_which_no_step_was_compiled_says_so(monkeypatch, options):
+    """Its row read "compiled": each step's micro-batches had weights of their own, or there was no third step."""
+    compile_by(monkeypatch, lambda graph: graph)
+    eager, fast = compared(lambda: nn.Sequential(nn.Linear(8, 4)), ["*: data | mb=2"], **options).runs
+    assert fast.losses == pytest.approx(eager.losses, rel=1e-5)
+    assert fast.settings["uncompiled"].startswith("no step was compiled") and "uncompiled" not in eager.settings

@@ -208,7 +208,8 @@ def compare(
         engines: number of engines that the call starts, and ends, where no session runs.
         progress: print a line per strategy: below the cell in a notebook, elsewhere to standard error.
         compile: train each strategy once more with its step compiled (see ``wb.capture``), in a row beside the first:
-            ``"data, compiled"``. Where there is no compiler, or the step cannot be captured, the row says so.
+            ``"data, compiled"``. Where there is no compiler, the step cannot be captured, or no step comes three times
+            alike, the row says so.
 
     Returns:
         A result whose ``.table`` is a pandas table.

@@ -19,6 +19,10 @@ from workbench.training.capture.step import CapturedStep
 from workbench.training.gradients.nested_steps import distinct, state_tensors
 
 _MOST_RECORDINGS = 8
+_NEVER = (
+    "no step was compiled: that takes three steps of equal shapes whose micro-batches have equal weights, and count= "
+    "gives those of each step others"
+)
 
 
 class CompiledSteps:
@@ -55,6 +59,11 @@ class CompiledSteps:
     def compiles_next(self) -> bool:
         """Whether the next call compiles, for the first time."""
         return not self._is_refused and (self._captured.num_recordings, self._captured.num_replays) == (1, 0)
+
+    @property
+    def reason(self) -> str:
+        """Why steps so far are not compiled: `problem`, or none has come often enough; empty if some are."""
+        return self.problem or _NEVER * (self._captured.num_replays == 0)
 
     def __call__(self, *args: Any) -> Any:
         """Take the step."""

@@ -102,6 +102,8 @@ class LiveRun:
             if self._profiler is not None:  # it may lack steps, and counts none of the next run
                 self._profiler.end()
         self._report_profile(len(self._sent))
+        if self._compiled is not None:
+            self._say_uncompiled(len(self._sent), self._compiled.reason)
         last = self._segment()
         segments = [*self.result.segments, last]
         peak = max(segment.memory_bytes["peak"] for segment in segments)
@@ -152,10 +154,13 @@ class LiveRun:
         loss: torch.Tensor = compiled([(part.inputs, part.targets, part.share, part.rows) for part in parts])
         if compiles:
             self.peak.start_again()  # the compiler's memory is not the run's
-        if compiled.problem != self.result.uncompiled:
-            self.result.uncompiled = compiled.problem
-            self._report(RunEvent("uncompiled", step, compiled.problem))
+        self._say_uncompiled(step, compiled.problem)
         return loss
+
+    def _say_uncompiled(self, step: int, problem: str) -> None:
+        if problem != self.result.uncompiled:
+            self.result.uncompiled = problem
+            self._report(RunEvent("uncompiled", step, problem))
 
     def _say_compiling(self, number: int, count: int) -> None:
         self._report(RunEvent("compiling", self._compiling, f"{number} of {count}"))
