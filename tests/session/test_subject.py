@@ -83,3 +83,26 @@ def test_the_data_and_the_loss_are_described() -> None:
     settings = subject.settings()
     assert (settings["loss"], settings["sample_shape"], settings["num_samples"]) == ("mse_loss", "3x8", 6)
     assert json.loads(json.dumps(settings)) == settings, "records from files are like those of today"
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Adds noise to a sample each time."""
+
+    def __init__(self, samples: torch.Tensor) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.samples[index] + torch.randn(3), self.samples[index, :2]
+
+
+def test_data_sets_of_one_size_and_shape_are_not_one() -> None:
+    """They counted as one, so a run had a speed-up over one device with other data."""
+    ones, zeros = torch.ones(4, 3), torch.zeros(4, 3)
+    sets = [Noisy(ones), Noisy(zeros), Noisy(ones), (ones, ones[:, :2]), (ones, zeros[:, :2])]
+    options: dict[str, Any] = {"batch_size": 2, "steps": 1}
+    subjects = [Subject.of(lambda: nn.Linear(3, 2), data, nn.functional.mse_loss, **options) for data in sets]
+    found = [subject.settings()["first_samples"] for subject in subjects]
+    assert found[0] == found[2] and len(set(found)) == 4, found

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch.utils._pytree import tree_leaves
+
 from workbench.core.presets import StrategyLike, strategy_of
 from workbench.core.rows import Layer, count_parameters
 from workbench.core.strategy import Strategy
-from workbench.tensors.program_state import undrawn
+from workbench.tensors.agreement import fingerprint
+from workbench.tensors.program_state import all_seeded, undrawn
 from workbench.training.datasets import num_samples_of
 from workbench.training.runs.job import Job
 from workbench.training.traced_calls import describe_with_calls
@@ -24,11 +27,14 @@ _MAX_LINES = 4
 
 @dataclass(frozen=True)
 class Subject:
-    """A job, the layers of its model, and the shape of one sample of the model's first input."""
+    """A job, the layers of its model, the shape of one sample of the model's first input, and a checksum of the first
+    samples.
+    """
 
     job: Job
     layers: list[Layer]
     sample_shape: tuple[int, ...]
+    first_samples: str
 
     @classmethod
     def of(
@@ -54,8 +60,10 @@ class Subject:
         with undrawn():
             model = job.model()
             job.optimizer(model)  # a mistake in it shows now
-            batch = job.first_batch()
-            return cls(job, describe_with_calls(model, batch), batch.sample_shape)
+            with all_seeded(0):  # samples that draw random numbers are the same for every comparison
+                batch = job.first_batch()
+            checksum = fingerprint(tree_leaves((batch.inputs, batch.targets)))
+            return cls(job, describe_with_calls(model, batch), batch.sample_shape, checksum)
 
     def settings(self) -> dict[str, Any]:
         """A description of the job, for tables and files."""
@@ -69,6 +77,7 @@ class Subject:
             "loss": function_name(job.loss_fn) or "the model's own",
             "sample_shape": "x".join(map(str, self.sample_shape)) or "scalar",
             "num_samples": num_samples_of(job.dataset),
+            "first_samples": self.first_samples,
             "seed": job.seed,
         }
 

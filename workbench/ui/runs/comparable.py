@@ -14,6 +14,7 @@ _TASK = {
     "loss": "loss",
     "sample_shape": "shape of a sample",
     "num_samples": "number of samples",
+    "first_samples": "checksum of the first samples",
 }
 """The settings that say what a run trains, in words."""
 
