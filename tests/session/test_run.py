@@ -109,6 +109,21 @@ def test_an_interrupt_after_the_last_reply_is_not_lost():
         signal.raise_signal(signal.SIGINT)
 
 
+def test_an_engine_that_cannot_leave_its_world_does_not_hold_up_the_end(monkeypatch):
+    """It may hang in C code, where no interrupt reaches it: the session of a profile waited for it without end."""
+    monkeypatch.setattr("workbench.session.engine_pool._LEAVE_TIMEOUT_S", 0.05)
+    engines, request = played(0, 1)
+    engines.registered, engines.apply, engines.on_interrupt = lambda: [0, 1], lambda *sent: request, lambda ranks: None
+    engines.num_ranks = 2
+    pool = EnginePool(engines, "cpu", Any)
+    pool._engines = engines
+    request.put("reply", 0, None)
+    pool._try_to_leave_world()
+    assert engines.killed == [] and request.events.empty()
+    with pytest.raises(KeyboardInterrupt):  # the handler is the one of before
+        signal.raise_signal(signal.SIGINT)
+
+
 def test_the_status_says_that_a_rank_has_died():
     engines, _ = played(0)
     engines.num_ranks, engines.ended = 3, {1}

@@ -32,7 +32,6 @@ from workbench.session.processes.rendezvous_address import (
 from workbench.session.ranks import describe_ranks
 from workbench.session.recovery import Losses, describe_loss, refuse_to_give_back
 from workbench.session.run import Listener, Run
-from workbench.session.stopping import IgnoredProcesses
 from workbench.session.unlike_counts import ExchangeCounts
 from workbench.units import counted
 
@@ -393,8 +392,8 @@ class EnginePool:
         if self._engines is None or self.active or len(self._engines.registered()) < self.num_engines:
             return
         request = self._engines.apply(self.ranks, engine.leave, (), self.tag(self.ranks, label="close"))
-        listener = OutputListener(self.ranks, self.num_engines)
-        try:
-            Run(self._engines, request, listener, IgnoredProcesses(), _LEAVE_TIMEOUT_S).wait()
-        finally:
-            request.release()
+        pending, end_s = set(self.ranks), time.monotonic() + _LEAVE_TIMEOUT_S
+        while pending and (rest_s := end_s - time.monotonic()) > 0:
+            event = request.take(rest_s)
+            pending -= {event.rank} if event is not None and event.kind == "reply" else set()
+        request.release()

@@ -48,25 +48,6 @@ class Processes(Protocol):
         """Whether the process is stopped (SIGSTOP), so that no signal but SIGKILL reaches it."""
 
 
-class IgnoredProcesses:
-    """Processes of a session that is being closed. They end anyway, so it does nothing."""
-
-    def kill(self, ranks: Sequence[int]) -> None:
-        pass
-
-    def pids(self) -> list[int]:
-        return []
-
-    def dead(self, ranks: Sequence[int]) -> list[int]:
-        return []
-
-    def how_ended(self, rank: int) -> str:
-        return ""
-
-    def is_stopped(self, rank: int) -> bool:
-        return False
-
-
 class Stop:
     """One stop of a run.
 
