@@ -117,7 +117,7 @@ class ObservedSession(Session):
         """Whether a rank no longer runs its cell: its process has ended, it is idle, or it runs another cell."""
         if not now.alive:
             return bool(self._processes.dead([was.rank]))
-        return not now.busy or (was.alive and now.num_requests != was.num_requests)
+        return not now.busy or (was.alive and now.run != was.run)
 
     def _check(self, ranks: Iterable[int] | None) -> tuple[int, ...]:
         self._live()

@@ -201,7 +201,6 @@ class RankStatus:
     transport_groups: tuple[str, ...] = ()  #: the transport of each group of ranks, and the reason; equal on all ranks
     memory_bytes: int | None = None  #: resident size of the process
     busy: bool = False
-    num_requests: int = 0  #: requests that it has begun; a new number means a new cell
     doing: str = ""  #: where the main thread is, e.g. ``at cell line 3``; empty when idle
     stack: tuple[Frame, ...] = ()  #: of the main thread, outermost first, from the cell inwards
     importing: str = ""  #: the module that the main thread imports now; interrupts wait for the end of an import

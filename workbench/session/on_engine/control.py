@@ -33,24 +33,15 @@ from workbench.session.on_engine import progress as engine_progress
 from workbench.session.on_engine import shell as engine_shell
 from workbench.session.on_engine.failures import frames_of_stack
 
-_num_requests = 0
-
 
 def install(shell: Any) -> None:
-    """Register the handler, and count requests. ipyparallel's nanny relays message types that it does not know."""
+    """Register the handler. ipyparallel's nanny relays message types that it does not know."""
     kernel = shell.kernel
-    plain_before = kernel.pre_handler_hook
-
-    def before() -> None:
-        global _num_requests
-        _num_requests += 1
-        plain_before()
 
     def handle(stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         reply, buffers = _answer(parent["content"])
         kernel.session.send(stream, protocol.CONTROL_REPLY, reply, parent=parent, ident=ident, buffers=buffers)
 
-    kernel.pre_handler_hook = before
     kernel.control_handlers[protocol.CONTROL_REQUEST] = handle
 
 
@@ -79,7 +70,6 @@ def status() -> protocol.RankStatus:
         transport_groups=world.transport_groups if world is not None else (),
         memory_bytes=psutil.Process().memory_info().rss,
         busy=bool(stack),
-        num_requests=_num_requests,
         doing=protocol.describe_place(stack, importing),
         stack=stack,
         importing=importing,
