@@ -101,34 +101,6 @@ def _record_checkpoint(path: Path, parts: Mapping[str, Any]) -> None:
     recovery.record_checkpoint(path, parts)
 
 
-def keep_variables(loss: int, lost: list[int]) -> list[str]:
-    """See ``on_engine.recovery.keep``."""
-    from workbench.session.on_engine import recovery
-
-    return recovery.keep(loss, lost)
-
-
-def put_back_variables() -> None:
-    """See ``on_engine.recovery.put_back``."""
-    from workbench.session.on_engine import recovery
-
-    recovery.put_back()
-
-
-def restore_variables(lost: list[int], saved: list[protocol.SavedCheckpoint]) -> list[tuple[str, str]]:
-    """See ``on_engine.recovery.restore``."""
-    from workbench.session.on_engine import recovery
-
-    return recovery.restore(lost, saved)
-
-
-def withdraw(num_ranks: int) -> list[tuple[str, str]]:
-    """See ``on_engine.resizing.withdraw``."""
-    from workbench.session.on_engine import resizing
-
-    return resizing.withdraw(num_ranks)
-
-
 def leave() -> None:
     """Leave the world; variables stay. Safe to call twice."""
     world = sys.modules.get("workbench.tensors.world")

@@ -289,7 +289,9 @@ class EnginePool:
 
     def _withdraw(self, num_ranks: int) -> list[tuple[str, str]]:
         """Let the ranks that stay take all that lies on others."""
-        request = self.live.apply(self.ranks, engine.withdraw, (num_ranks,), self.tag(self.ranks, label="resize"))
+        from workbench.session.on_engine.resizing import withdraw  # loads torch
+
+        request = self.live.apply(self.ranks, withdraw, (num_ranks,), self.tag(self.ranks, label="resize"))
         outcome = self.follow(request, OutputListener(self.ranks, self.num_engines), label="resize")
         raise_unless_ok(outcome, "resize")
         return list(outcome.replies[0])

@@ -169,7 +169,6 @@ class LogicalTensor:
 class Published:
     """One object given to `workbench.session.engine.publish`, pickled on the engine."""
 
-    sequence: int
     payload: bytes
 
 

@@ -5,13 +5,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.errors import CellError, SessionError
-from workbench.session import engine
 from workbench.session.protocol import SavedCheckpoint
 from workbench.session.ranks import describe_ranks
 from workbench.units import counted
@@ -23,16 +21,6 @@ _HOW_TO_MARK = (
     f"To get them, run {COMMAND}; then run the cells that make model and optimizer with %%global --setup, and "
     f"{COMMAND} again."
 )
-
-
-@contextmanager
-def undone_on_error(undo: Callable[[], object]) -> Iterator[None]:
-    """A context that calls ``undo`` if its body fails or is interrupted."""
-    try:
-        yield
-    except BaseException:
-        undo()
-        raise
 
 
 @dataclass(slots=True)
@@ -151,11 +139,16 @@ class SetupCells:
         """
         if not losses:
             return Recovered()
+        from workbench.session.on_engine import recovery as on_engine  # loads torch
+
         lost = sorted(losses.ranks)
-        held = call(engine.keep_variables, (losses.number, lost))
-        with undone_on_error(lambda: call(engine.put_back_variables, ())):
+        held = call(on_engine.keep, (losses.number, lost))
+        try:
             num_cells = self.run_again(set().union(*held), run, len(held), are_all_lost=len(lost) == len(held))
-            rows = call(engine.restore_variables, (lost, saved))[0]
+            rows = call(on_engine.restore, (lost, saved))[0]
+        except BaseException:
+            call(on_engine.put_back, ())
+            raise
         losses.ranks -= set(lost)
         losses.has_parts = False
         return Recovered(tuple(lost), num_cells, rows)

@@ -29,7 +29,7 @@ def publish(obj: object) -> None:
     Raises:
         SessionError: this process is not an engine of a session.
     """
-    send(protocol.Published(next(_sequence), protocol.dump(obj)))
+    send(protocol.Published(protocol.dump(obj)))
 
 
 def stop_requested() -> bool:
