@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 from workbench.core.profile import Profile, RankPart
 from workbench.session.cluster import Session
-from workbench.session.on_engine.profiles import begin_profile, take_profile
 from workbench.session.remote_call import finished
 from workbench.units import counted
 from workbench.writers.profile_files import fill
@@ -58,7 +57,9 @@ def around_cell(session: Session) -> Iterator[None]:
 
 
 def _begin(session: Session, asked: _Asked) -> None:
-    finished(session.submit(begin_profile, asked.steps, asked.warmup, asked.any_size, label="profile"))
+    from workbench.training.profiling import armed  # loads torch
+
+    finished(session.submit(armed.begin, asked.steps, asked.warmup, asked.any_size, label="profile"))
     asked.broke_off = False
     _asked[session] = asked
 
@@ -70,7 +71,9 @@ def finish(session: Session) -> Profile | str | None:
     asked = _asked.get(session)
     if asked is None:
         return None
-    taken = finished(session.submit(take_profile, label="profile"))
+    from workbench.training.profiling import armed
+
+    taken = finished(session.submit(armed.take, label="profile"))
     parts = [part for _, part in taken if part is not None]
     if len(parts) < session.num_engines:
         _begin(session, asked)
