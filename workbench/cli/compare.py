@@ -26,14 +26,14 @@ from types import ModuleType
 from typing import Any
 
 from workbench.cli import results
-from workbench.cli.results import STRATEGIES, Job
+from workbench.cli.results import STRATEGIES
 from workbench.errors import CommandError
 
 _MODULE_NAME = "workbench_compared_file"
 
 
-def load_job(path: Path) -> Job:
-    """Run the file and collect its definitions.
+def load_job(path: Path) -> dict[str, Any]:
+    """Run the file and collect its definitions, by the names of ``wb.compare``.
 
     Raises:
         CommandError: there is no such file, or it does not define ``model_fn`` and ``dataset``.
@@ -46,8 +46,8 @@ def load_job(path: Path) -> Job:
             "The file needs model_fn and dataset, and a loss_fn unless the model returns its own loss; see workbench "
             "compare --help."
         )
-    others = [getattr(module, name, None) for name in ("loss_fn", "optimizer_fn", "collate_fn", "count")]
-    return Job(module.model_fn, dataset_of(module), *others)
+    others = {name: getattr(module, name, None) for name in ("loss_fn", "optimizer_fn", "collate_fn", "count")}
+    return {"model_fn": module.model_fn, "dataset": dataset_of(module), **others}
 
 
 def dataset_of(module: ModuleType) -> Any:

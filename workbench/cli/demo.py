@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     with Session(args.engines) as session:
         for title, make in NETWORKS.items():
             print(f"{title}, {num_parameters(make()):,} weights:", flush=True)
-            job = results.Job(make, digits(), cross_entropy)
+            job = {"model_fn": make, "dataset": digits(), "loss_fn": cross_entropy}
             codes.append(results.compare_and_present(job, results.STRATEGIES, args, session))
             args = argparse.Namespace(**{**vars(args), "out": None, "json": None})  # files show the first network
     return max(codes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +20,6 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("data", "model", "pipeline", "hybrid")
 EQUAL, UNEQUAL = 0, 1
-
-
-@dataclass(frozen=True)
-class Job:
-    """A training, with the arguments of ``wb.compare``."""
-
-    model_fn: Any
-    dataset: Any
-    loss_fn: Any
-    optimizer_fn: Any = None
-    collate_fn: Any = None
-    count: Any = None
 
 
 def require(extra: str, *modules: str) -> None:
@@ -95,19 +82,18 @@ def check_outputs(args: argparse.Namespace, inputs: Sequence[str | Path] = ()) -
 
 
 def compare_and_present(
-    job: Job, strategies: Sequence[str], args: argparse.Namespace, session: Session | None = None
+    job: Mapping[str, Any], strategies: Sequence[str], args: argparse.Namespace, session: Session | None = None
 ) -> int:
-    """Compare the strategies, in a new session if none is given; show the result and return the exit code."""
+    """Compare the strategies, in a new session if none is given; show the result and return the exit code.
+
+    Args:
+        job: arguments of ``wb.compare``: model, data, loss and others.
+    """
     from workbench.session.comparison.compare import compare
 
     result = compare(
-        job.model_fn,
-        job.dataset,
-        job.loss_fn,
-        strategies,
-        optimizer_fn=job.optimizer_fn,
-        collate_fn=job.collate_fn,
-        count=job.count,
+        **job,
+        strategies=strategies,
         batch_size=args.batch,
         steps=args.steps,
         session=session,
