@@ -152,4 +152,5 @@ def shared_fork_server() -> Iterator[None]:
     fork_server.keeps_servers = True
     yield
     fork_server.keeps_servers = False
-    fork_server.close_unused()
+    for server in [each for each in fork_server._servers if not each.users]:
+        server.close()

@@ -14,7 +14,6 @@ from workbench.session import cluster, profiles, text_reports
 from workbench.session.observed_session import ObservedSession, observe
 from workbench.session.outcome import CellResult
 from workbench.session.processes import discovery, make_profile
-from workbench.session.ranks import parse_ranks
 from workbench.units import counted, format_seconds
 
 _DEBUGGER_START_S = 15.0
@@ -114,7 +113,10 @@ def attach(options: Namespace) -> None:
             "(%workbench detach)."
         )
     if not any(options.name in (None, free.name) for free in discovery.unused_sessions()):
-        _report_observed(observe(options.name, "%workbench attach", "--name"))
+        looked_at = observe(options.name, "%workbench attach", "--name")
+        engines = f"{counted(looked_at.num_engines, 'engine')} on {looked_at.device}"
+        print(f"workbench: looks at {engines} that serve {looked_at.user}")
+        print("%workbench status, dump, log and interrupt work here; cells run only there.")
         return
     session = cluster.Session.attach(options.name)
     found = session.status()
@@ -125,12 +127,6 @@ def attach(options: Namespace) -> None:
         print(text_reports.describe(each))
     if busy:
         print("What an earlier notebook has started still runs; the next cell waits for it, and an interrupt ends it.")
-
-
-def _report_observed(session: ObservedSession) -> None:
-    engines = counted(session.num_engines, "engine")
-    print(f"workbench: looks at {engines} on {session.device} that serve {session.user}")
-    print("%workbench status, dump, log and interrupt work here; cells run only there.")
 
 
 def detach(options: Namespace) -> None:
@@ -161,7 +157,7 @@ def stop(options: Namespace) -> None:
 def restart(options: Namespace) -> None:
     """Replace all engines, or those of ``--ranks``."""
     here = cluster.current()
-    here.restart(parse_ranks(options.ranks, here.num_engines) if options.ranks is not None else None)
+    here.restart(text_reports.ranks_of(here, options.ranks))
 
 
 def recover(options: Namespace) -> None:

@@ -28,8 +28,7 @@ def observe(name: str | None = None, asked: str = "observe()", option: str = "na
         observe().status()
 
     Args:
-        name: the session's name; not needed if there is one (`workbench.session.processes.discovery.running_sessions`
-            lists them).
+        name: the session's name; not needed if there is one.
         asked, option: for errors, the name of the command and the option that names a session.
 
     Raises:

@@ -268,11 +268,6 @@ def dump_or_omit(value: object, limit_bytes: int = MAX_VALUE_BYTES) -> bytes:
         return dump(OmittedValue(f"{kind} that cannot be pickled ({error}): it stays on its engine"))
 
 
-def load_strictly(payload: bytes) -> Any:
-    """Unpickle the bytes of `dump`. Errors of unpickling pass."""
-    return pickle.loads(payload)
-
-
 def load(payload: bytes) -> Any:
     """Unpickle the bytes of `dump`. Returns an ``OmittedValue`` if this process lacks a module of the value."""
     try:

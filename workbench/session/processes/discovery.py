@@ -40,11 +40,6 @@ class RunningSession:
         return f"process {self.owner_pid}" + (f" ({self.notebook})" if self.notebook else "")
 
 
-def running_sessions() -> list[RunningSession]:
-    """All sessions of this user whose engines run on this host, the newest last."""
-    return [describe(*each) for each in _alive()]
-
-
 def kept_sessions() -> list[RunningSession]:
     """The running sessions that were started with ``keep=True``."""
     return [describe(*each) for each in _kept()]

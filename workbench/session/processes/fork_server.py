@@ -148,12 +148,6 @@ def release(user: object, still_used: Collection[ForkServer | None] = ()) -> Non
             server.close()
 
 
-def close_unused() -> None:
-    """End the servers that `keeps_servers` has kept."""
-    for server in [each for each in _servers if not each.users]:
-        server.close()
-
-
 def reap(exit_codes: dict[int, int | None]) -> None:
     """Ask for the exit codes that are None. A signal may interrupt this, and its own call find what this one wants."""
     for pid in [pid for pid, code in exit_codes.items() if code is None]:
