@@ -83,6 +83,21 @@ def test_a_check_that_nobody_waits_for_is_no_verdict(evidence: str):
     assert [call.commands for call in session.calls] == [["stop", "cancel"]]
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_strategy_that_is_equal_in_fp32_for_fewer_steps_does_not_excuse_one_in_16_bits(steps: int):
+    """A run in fp32 that was stopped after one step made any later mistake in bf16 a tick."""
+    session: Any = FakeSession()
+    checker = Checker(session, "key")
+    truth = report(2.0, 1.0, 0.5, 0.25)
+    checker._reports[OneDevice()] = truth
+    for variant in ("plain", "perturbed"):
+        checker._reports[OneDevice(1, "bf16", variant)] = replace(truth, precision="bf16")  # type: ignore[arg-type]
+    assert checker.verdict(Strategy("*: data"), [report(*truth.losses[:steps])], 4).equal
+    observer = RunObserver(lambda block: None, lambda: True, lambda: True)
+    verdict = checker.verdict(Strategy("*: data | bf16"), [report(2.0, 1.0, 0.8, 0.25)], 4, observer)
+    assert verdict.equal is (True if steps == 4 else None) and len(session.calls) == (steps < 4)
+
+
 def interrupt() -> bool:
     raise KeyboardInterrupt
 

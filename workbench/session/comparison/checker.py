@@ -47,8 +47,8 @@ class Checker:
     def __init__(self, session: Session, key: str) -> None:
         self._session, self._key = session, key
         self._reports: dict[OneDevice, RankResult] = {}
-        # By a strategy's text, and whether its step is compiled.
-        self._equal: set[tuple[str, bool]] = set()
+        # By a strategy's text, and whether its step is compiled: compared steps that are equal, and results in float64.
+        self._equal: dict[tuple[str, bool], int] = {}
         self._exact: dict[tuple[str, bool], tuple[int, Distance]] = {}
 
     def one_device(self, which: OneDevice, num_steps: int, observer: RunObserver | None = None) -> RankResult:
@@ -151,9 +151,8 @@ class Checker:
         if not losses.num_compared:
             return losses.described(Verdict(None, text="there was nothing to compare"))
         wide = strategy.with_options(precision="fp32")
-        equal_in = (
-            "fp32" if wide != strategy and (str(wide), compiles) in self._equal and not reports[0].changes else ""
-        )
+        is_equal_in_fp32 = self._equal.get((str(wide), compiles), 0) >= losses.num_compared
+        equal_in = "fp32" if wide != strategy and is_equal_in_fp32 and not reports[0].changes else ""
         distance = _distance(reports, reference, losses.num_compared)
         case = Case(distance, TOLERANCES[reference.precision], equal_in=equal_in)
         try:
@@ -167,7 +166,8 @@ class Checker:
             return losses.described(Verdict(None, text="not judged: stopped before the question was settled"))
         verdict = self._with_micro_batches(losses.described(case.verdict()), which, reference)
         if verdict.equal and reference.precision == "fp32" and not reports[0].changes:
-            self._equal.add((str(strategy), compiles))
+            known = self._equal.get((str(strategy), compiles), 0)
+            self._equal[str(strategy), compiles] = max(known, losses.num_compared)
         return verdict
 
     def _with_micro_batches(self, verdict: Verdict, which: OneDevice, reference: RankResult) -> Verdict:
