@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from tests.session.simulated_session import SimulatedSession
+from tests.session.simulated_session import Finished, SimulatedSession
 from workbench.core.seeds import over_seeds
+from workbench.errors import EngineStartError
 from workbench.session.comparison import training_on_engine
 from workbench.session.comparison.compare import CompareResult
 from workbench.session.comparison.comparison import Comparison
@@ -100,3 +103,18 @@ def test_the_weights_of_another_seed_are_freed_and_its_runs_are_not_compared_wit
         again = comparison.start("*: data").result()
         assert again.equal and again.settings["seed"] == 0 and comparison.baseline().settings["seed"] == 0
     assert not [key for key, _ in training_on_engine._histories if key == comparison.key]
+
+
+class LostAtTheEnd(SimulatedSession):
+    """Its engines are gone when the last run has ended, and cannot be started again."""
+
+    def submit(self, fn: Any, *args: Any, **options: Any) -> Finished:
+        if fn is training_on_engine.forget_job:
+            raise EngineStartError("no host answers")
+        return super().submit(fn, *args, **options)
+
+
+def test_results_are_there_although_the_engines_are_gone_in_the_end():
+    """The error of what frees the engines' memory took their place."""
+    options: dict[str, Any] = {"batch_size": 8, "steps": 2, "keep": False, "session": LostAtTheEnd()}
+    assert wb.compare(make_model, data(), F.cross_entropy, ["data"], **options).all_equal

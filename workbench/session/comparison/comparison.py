@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -136,8 +137,9 @@ class Comparison:
             self._forget_one_device()
 
     def close(self) -> None:
-        """Free the engines' copies of the job."""
-        finished(self.session.submit(training_on_engine.forget_job, self.key))
+        """Free the engines' copies of the job. Engines that are gone, and cannot be started again, have none."""
+        with suppress(SessionError):
+            finished(self.session.submit(training_on_engine.forget_job, self.key))
 
     def strategy(self, wanted: StrategyLike) -> Strategy:
         """A strategy checked against the model, the number of engines and the loss.
