@@ -1,5 +1,6 @@
 """Start, failure to start, and the end of sessions, however it comes."""
 
+import errno
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import textwrap
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -23,8 +25,8 @@ from workbench.errors import CellError, EngineStartError, NotStartedError, Sessi
 from workbench.session import Session
 from workbench.session.comparison.comparison import Comparison
 from workbench.session.comparison.subject import Subject
-from workbench.session.processes import fork_server, launch
-from workbench.session.processes.folder import ProcessId, SessionFolder, all_folders
+from workbench.session.processes import discovery, fork_server, launch
+from workbench.session.processes.folder import EngineFacts, ProcessId, SessionFolder, all_folders
 from workbench.ui.panel import Panel
 
 pytestmark = pytest.mark.engines
@@ -154,6 +156,26 @@ def test_a_failed_start_quotes_no_engine_of_before():
     with pytest.raises(EngineStartError, match=r"(?s)^(?!.*of before).*ImportError: of now"):
         processes.start_engines(None, [0], lambda number: None)
     processes.folder.remove()
+
+
+def test_the_end_of_a_session_on_a_full_disk_ends_its_engines(monkeypatch):
+    """The list of its processes could not be written, and they went on until the end of the notebook."""
+    processes = launch.LocalProcesses(SessionFolder.create(), 1)
+    processes.engines = {0: psutil.Popen(["sleep", str(WAIT_TIMEOUT_S)])}
+    monkeypatch.setattr(SessionFolder, "record", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    processes.stop()
+    assert processes.engines[0].wait() == -signal.SIGKILL and not processes.folder.path.exists()
+
+
+def test_engines_that_could_not_be_attached_to_wait_for_the_next_try(monkeypatch):
+    """They counted as used, by the notebook that had failed or was interrupted, until its end."""
+    folder, here = SessionFolder.create(), ProcessId.of(os.getpid())
+    monkeypatch.setattr(discovery, "take_over", lambda name: (folder, EngineFacts(here, {0: here}, (), 0.0)))
+    monkeypatch.setattr(launch.LocalProcesses, "observe", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        Session.attach()
+    assert folder.owner() is None
+    folder.remove()
 
 
 @pytest.mark.slow  # two processes that fork engines load torch

@@ -79,9 +79,12 @@ class Session:
         folder, facts = discovery.take_over(name)
         processes = LocalProcesses(folder, len(facts.engines), facts.gpus, keep=True)
         session = cls.__new__(cls)
-        device = "cuda" if facts.gpus else "cpu"
-        session._use(EnginePool(processes, device, folder), folder, keep=True)
-        session._pool.attach(processes.attach(facts))
+        session._use(EnginePool(processes, "cuda" if facts.gpus else "cpu", folder), folder, keep=True)
+        try:
+            session._pool.attach(processes.attach(facts))
+        except BaseException:
+            session.detach()  # for the next try
+            raise
         session._make_current()
         return session
 
@@ -124,7 +127,13 @@ class Session:
         >>> wb.Session.current().num_engines                    # doctest: +SKIP
         2
         """
-        return current()
+        found = find_current()
+        if found is None:
+            raise NotStartedError(
+                "No engines are running, so there is nothing to run this on. Start them: %workbench start --engines 2 "
+                "in a notebook, wb.Session(engines=2) in a script."
+            )
+        return found
 
     def run(
         self, code: str, ranks: Iterable[int] | None = None, timeout: float | None = None, setup: bool = False
@@ -349,8 +358,7 @@ class Session:
         if self._closed or os.getpid() != self._owner_pid:
             return False
         self._closed = True
-        if self in _open:
-            _open.remove(self)
+        _open[:] = [each for each in _open if each is not self]
         atexit.unregister(self._end)
         return True
 
@@ -384,15 +392,7 @@ class Session:
         return self._pool.live
 
 
-def current() -> Session:
-    """See ``Session.current``."""
-    found = find_current()
-    if found is None:
-        raise NotStartedError(
-            "No engines are running, so there is nothing to run this on. Start them: %workbench start --engines 2 in a "
-            "notebook, wb.Session(engines=2) in a script."
-        )
-    return found
+current = Session.current
 
 
 def find_current() -> Session | None:

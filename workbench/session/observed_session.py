@@ -42,9 +42,8 @@ class ObservedSession(Session):
 
     def __init__(self, folder: SessionFolder, facts: EngineFacts) -> None:
         processes = LocalProcesses(folder, len(facts.engines), facts.gpus, keep=True)
-        device = "cuda" if facts.gpus else "cpu"
         self._last_facts = facts
-        self._use(EnginePool(processes, device, folder), folder, keep=True)
+        self._use(EnginePool(processes, "cuda" if facts.gpus else "cpu", folder), folder, keep=True)
         self._processes = processes
         self._pool.attach(processes.observe(facts))
         self._make_current()

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ipyparallel as ipp
@@ -175,7 +176,7 @@ class LocalProcesses:
             try:
                 client = self._cluster.connect_client_sync()
             except Exception as error:
-                log = self._controller_log()
+                log = _indented_tail(self._cluster.controller.get_output())
                 raise EngineStartError(
                     f"Session: the controller did not start ({error}). The last lines it wrote:\n{log}"
                 ) from error
@@ -242,7 +243,8 @@ class LocalProcesses:
 
         SIGKILL comes without a request first: Jupyter kills the kernel of a closed notebook two seconds later.
         """
-        self._record()
+        with suppress(OSError):  # on a full disk they are known all the same
+            self._record()
         for process in self._known:
             process.kill()
         self.folder.remove()
@@ -364,10 +366,6 @@ class LocalProcesses:
         if rank in self._launchers:
             return _indented_tail(self._launchers[rank].get_output())
         return _indented_tail(self._forks.output() if self._forks is not None else "")
-
-    def _controller_log(self) -> str:
-        controller = self._cluster.controller
-        return _indented_tail(controller.get_output() if controller is not None else "")
 
     def _record(self) -> None:
         """Record every process of the session in its folder, so that another process can end them later."""
