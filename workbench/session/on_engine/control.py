@@ -57,7 +57,7 @@ def status() -> protocol.RankStatus:
     """The present state of this rank. Never waits for the main thread."""
     import psutil
 
-    stack = frames_of_stack(sys._current_frames().get(_main_thread_id()))
+    stack = frames_of_stack(sys._current_frames().get(threading.main_thread().ident or 0))
     importing = engine_imports.importing()
     run, is_handling = current_request.state()
     world = _world()
@@ -103,10 +103,6 @@ def abort(run: int, reason: str, pids: Sequence[int], spared: Sequence[str], all
         if world is not None:
             world.abort(reason)
         engine_connections.break_to(pids)
-
-
-def _main_thread_id() -> int:
-    return threading.main_thread().ident or 0
 
 
 def _world() -> Any:

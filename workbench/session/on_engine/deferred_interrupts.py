@@ -125,14 +125,10 @@ def raise_deferred() -> None:
     Raises:
         KeyboardInterrupt: there was one.
     """
-    if _is_interrupted:
-        _forget_interrupt()
-        raise KeyboardInterrupt
-
-
-def _forget_interrupt() -> None:
     global _is_interrupted
-    _is_interrupted = False
+    if _is_interrupted:
+        _is_interrupted = False
+        raise KeyboardInterrupt
 
 
 def importing() -> str:

@@ -165,13 +165,10 @@ class _Pickler(pickling.Pickler):
         if isinstance(obj, nn.Module | Optimizer | nn.Parameter):
             what = "an optimizer" if isinstance(obj, Optimizer) else "a module or parameter"
             raise TypeError(f"it holds {what}: {type(obj).__name__}")
-        if isinstance(obj, type) and obj.__module__ == "__main__" and _cell_class(obj.__qualname__) is obj:
+        is_of_cell = isinstance(obj, type) and obj.__module__ == "__main__"
+        if is_of_cell and getattr(sys.modules["__main__"], obj.__qualname__, None) is obj:
             return obj.__qualname__
         return super().reducer_override(obj)
-
-
-def _cell_class(name: str) -> Any:
-    return getattr(sys.modules["__main__"], name, None)
 
 
 def _pickled(value: Any) -> bytes:
