@@ -47,10 +47,10 @@ def withdraw(num_ranks: int) -> Rows:
 def withdraw_from(variables: Mapping[str, Any], num_ranks: int, world: World) -> Rows:
     """The same for given variables."""
     values = spread(variables)
-    own = {name: said for name, value in values.items() if (said := _describe(value, num_ranks))}
+    own = {name: said for name, value in values.items() if (said := _describe(value, num_ranks))[1]}
     told = all_gather_object(own, world, "resize")
     alike = [name for name, said in told[0].items() if all(each.get(name) == said for each in told)]
-    alike.sort(key=lambda name: (_order(told[0][name]), name))
+    alike.sort(key=lambda name: (told[0][name][0], name))
     firsts = {name: next(other for other in alike if values[other] is values[name]) for name in alike}
     same = all_gather_object(firsts, world, "resize")
     alike = [name for name in alike if all(each[name] == same[0][name] for each in same)]
@@ -59,21 +59,15 @@ def withdraw_from(variables: Mapping[str, Any], num_ranks: int, world: World) ->
     return [row for row in rows if row[1]] + [(name, "not moved: it differs between ranks") for name in others]
 
 
-_STRATEGIES, _STRATEGIES_INSIDE = "strategies: ", "strategies inside: "
-_FIRST = (_STRATEGIES, _STRATEGIES_INSIDE)
-"""How descriptions begin of what is moved first: with a module go its parameters, which others may hold."""
-
-
-def _order(description: str) -> int:
-    return next((number for number, begin in enumerate(_FIRST) if description.startswith(begin)), len(_FIRST))
-
-
-def _describe(value: Any, num_ranks: int) -> str:
-    """What of a value lies on ranks behind the first ``num_ranks``, as all ranks say it; empty if nothing does."""
+def _describe(value: Any, num_ranks: int) -> tuple[int, str]:
+    """What of a value lies on ranks behind the first ``num_ranks``, as all ranks say it; empty if nothing does. Before
+    it, when it is moved: modules first, as with them go their parameters, which others may hold.
+    """
     strategies = "; ".join(str(state_of(module).strategy) for module in _parallelized(value, num_ranks))
     tensors = "; ".join(f"{each.layout_on_ranks} {tuple(each.shape)}" for each in _beyond(value, num_ranks))
-    begin = _STRATEGIES if isinstance(value, nn.Module) else _STRATEGIES_INSIDE
-    return f"{begin}{strategies}; {tensors}" if strategies else tensors
+    if not strategies:
+        return 2, tensors
+    return (0 if isinstance(value, nn.Module) else 1), f"{strategies}; {tensors}"
 
 
 def _withdraw(value: Any, num_ranks: int, world: World) -> str:
