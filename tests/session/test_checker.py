@@ -16,10 +16,12 @@ from tests.timeouts import wait_until
 from workbench.core.metrics import Segment
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import TensorChange
-from workbench.session.comparison.checker import Checker, RunObserver
+from workbench.session.comparison.checker import CheckedRun, Checker, RunObserver
 from workbench.session.comparison.training_on_engine import OneDevice
 from workbench.session.remote_call import RemoteCall
 from workbench.training.runs.job import RankResult
+
+DATA = Strategy("*: data")
 
 
 class EndlessCall:
@@ -65,7 +67,7 @@ def test_losses_that_are_nan_from_the_first_step_on_ask_for_no_evidence():
     checker = Checker(session, "key")
     checker._reports[OneDevice()] = report(math.nan, math.nan)
     apart = replace(report(math.nan, math.nan), tensors=(TensorChange("w", math.inf, 1.0, 2.0, 0.0),))
-    verdict = checker.verdict(Strategy("*: data"), [apart], 2)
+    verdict = checker.verdict(CheckedRun(DATA, [apart], 2))
     assert (verdict.equal, verdict.note, session.calls) == (None, "both nan", [])
     assert verdict.text == "there was nothing to compare; the loss is nan from step 1 on, on one device too"
 
@@ -78,7 +80,7 @@ def test_a_check_that_nobody_waits_for_is_no_verdict(evidence: str):
     if evidence == "float64":  # noise is known, and explains nothing
         checker._reports[OneDevice(variant="perturbed")] = report(2.0, 1.00001)
     observer = RunObserver(lambda block: None, lambda: True, lambda: True)
-    verdict = checker.verdict(Strategy("*: data"), [report(2.0, 1.0005, math.nan)], 2, observer)
+    verdict = checker.verdict(CheckedRun(DATA, [report(2.0, 1.0005, math.nan)], 2, observer=observer))
     assert verdict.equal is None and "stopped" in verdict.text and verdict.note == "then nan"
     assert [call.commands for call in session.calls] == [["stop", "cancel"]]
 
@@ -92,9 +94,10 @@ def test_a_strategy_that_is_equal_in_fp32_for_fewer_steps_does_not_excuse_one_in
     checker._reports[OneDevice()] = truth
     for variant in ("plain", "perturbed"):
         checker._reports[OneDevice(1, "bf16", variant)] = replace(truth, precision="bf16")  # type: ignore[arg-type]
-    assert checker.verdict(Strategy("*: data"), [report(*truth.losses[:steps])], 4).equal
+    assert checker.verdict(CheckedRun(DATA, [report(*truth.losses[:steps])], 4)).equal
     observer = RunObserver(lambda block: None, lambda: True, lambda: True)
-    verdict = checker.verdict(Strategy("*: data | bf16"), [report(2.0, 1.0, 0.8, 0.25)], 4, observer)
+    run = CheckedRun(Strategy("*: data | bf16"), [report(2.0, 1.0, 0.8, 0.25)], 4, observer=observer)
+    verdict = checker.verdict(run)
     assert verdict.equal is (True if steps == 4 else None) and len(session.calls) == (steps < 4)
 
 
@@ -110,7 +113,7 @@ def test_an_interrupt_ends_the_run_that_a_check_waits_for(evidence: str, observe
     wait: Callable[[], object] = partial(checker.one_device, OneDevice(), 2, observer)
     if evidence == "float64":
         checker._reports = {OneDevice(variant=name): report(2.0, 1.0) for name in ("plain", "perturbed", "float64")}  # type: ignore[arg-type]
-        wait = partial(checker.verdict, Strategy("*: data"), [report(2.0, 1.1)], 2, observer)
+        wait = partial(checker.verdict, CheckedRun(DATA, [report(2.0, 1.1)], 2, observer=observer))
     with pytest.raises(KeyboardInterrupt):
         wait()
     assert [call.commands for call in session.calls] == [["end"]]
@@ -143,7 +146,7 @@ def test_a_change_of_what_one_device_would_compute_ends_the_comparison(step: int
     checker._reports[OneDevice()] = report(2.0, 1.0, 0.5, 0.25)
     losses = [2.0, 1.0, 0.5, 0.25][:step] + [9.0] * (4 - step)
     own = replace(report(*losses), changes=[(step, to)], tensors=(FAR,) if step < 2 else ())
-    verdict = checker.verdict(Strategy("*: data"), [own], 4)
+    verdict = checker.verdict(CheckedRun(DATA, [own], 4))
     assert (verdict.equal, verdict.note) == {0: (None, ""), 1: (True, "1 step"), 3: (True, "3 steps")}[step]
     assert verdict.text.endswith(f"until the change before step {step + 1}: one device had mb=1, fp32")
     assert verdict.num_steps == step and not session.calls
@@ -156,7 +159,7 @@ def test_a_mistake_after_a_change_that_one_device_does_not_see_is_found(then: tu
     checker._reports[OneDevice()] = report(2.0, 1.0, 0.5, 0.25)
     checker._reports[OneDevice(variant="perturbed")] = report(2.0, 1.0, 0.5, 0.25)
     own = replace(report(2.0, 1.0, 0.6, 0.25), changes=[(2, "*: model"), *then])
-    verdict = checker.verdict(Strategy("*: data"), [own], 4)
+    verdict = checker.verdict(CheckedRun(DATA, [own], 4))
     assert verdict.equal is False and "the loss of step 3 differs" in verdict.text
     assert "; float64 was not tried: the strategy changed after step 2" in verdict.text and not session.calls
 
@@ -165,7 +168,7 @@ def test_weights_after_the_compared_steps_say_nothing():
     session: Any = FakeSession()
     checker = Checker(session, "key")
     checker._reports[OneDevice()] = report(2.0)
-    verdict = checker.verdict(Strategy("*: data"), [replace(report(2.0, 1.0), tensors=(FAR,))], 1)
+    verdict = checker.verdict(CheckedRun(DATA, [replace(report(2.0, 1.0), tensors=(FAR,))], 1))
     assert verdict.equal and verdict.text == "every loss lies within the tolerance" and not session.calls
 
 
@@ -179,10 +182,10 @@ def test_of_a_run_that_is_wrong_from_a_change_on_the_strategies_before_it_are_eq
         changes=[(1, "*: model"), (3, "*: data | zero=1"), (5, "*: data")],
     )
     segments = [Segment(step, "", "", 1.0) for step in (0, 1, 3, 5)]
-    verdict = checker.verdict(Strategy("*: data"), [own], 6)
-    found = [segment.verdict for segment in checker.judged(segments, Strategy("*: data"), [own], 6)]
+    verdict = checker.verdict(CheckedRun(DATA, [own], 6))
+    found = [segment.verdict for segment in checker.judged(segments, CheckedRun(DATA, [own], 6))]
     assert not verdict.equal and [each and each.equal for each in found] == [True, True, False, None]
     assert [each and each.num_steps for each in found] == [1, 3, 5, None] and not (found[1] and found[1].note)
     own = replace(own, losses=[2.0, 1.0, 0.5, 0.25, 0.1, 0.9], tensors=(FAR,))
-    found = [segment.verdict for segment in checker.judged(segments, Strategy("*: data"), [own], 6)]
+    found = [segment.verdict for segment in checker.judged(segments, CheckedRun(DATA, [own], 6))]
     assert [each and each.equal for each in found] == [True, False, None, None], "weights are of the second step"

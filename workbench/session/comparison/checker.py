@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from workbench.core.metrics import Segment, StepBlock, difference
 from workbench.core.not_finite import LossPair
@@ -35,6 +34,35 @@ class RunObserver:
     listen: Callable[[StepBlock], None]
     is_stopped: Callable[[], bool]
     is_interrupted: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """A run that is compared with one device.
+
+    Attributes:
+        reports: one per rank.
+        num_steps: the number of first steps to compare.
+        compiles: whether its step is compiled.
+        observer: of the one-device runs that the comparison needs.
+    """
+
+    strategy: Strategy
+    reports: Sequence[RankResult]
+    num_steps: int
+    seed: int = 0
+    compiles: bool = False
+    observer: RunObserver | None = None
+
+    @property
+    def which(self) -> OneDevice:
+        """The one-device run that it is compared with."""
+        return one_device_of(self.strategy, self.seed)
+
+    @property
+    def changes(self) -> Sequence[tuple[int, str]]:
+        """(step, strategy) for every change of its strategy."""
+        return self.reports[0].changes
 
 
 class Checker:
@@ -78,28 +106,20 @@ class Checker:
         """This one-device run; None if it has not been trained."""
         return self._reports.get(which)
 
-    def verdict(
-        self,
-        strategy: Strategy,
-        reports: Sequence[RankResult],
-        num_steps: int,
-        observer: RunObserver | None = None,
-        compiles: bool = False,
-        seed: int = 0,
-    ) -> Verdict:
-        """Whether the run with these reports, of this seed, equals one device in its first ``num_steps`` steps, or
-        until it changed to a strategy that another one-device run belongs to.
+    def verdict(self, run: CheckedRun) -> Verdict:
+        """Whether a run equals one device in the steps to compare, or until it changed to a strategy that another
+        one-device run belongs to.
 
         Further runs, on one device with perturbed weights and of both in float64, are made only if the question is open
-        without them and ``observer`` has not stopped. Results in fp32 or float64 serve all precisions of a strategy.
+        without them and the observer has not stopped. Results in fp32 or float64 serve all precisions of a strategy.
         """
-        which, changes = one_device_of(strategy, seed), reports[0].changes
-        others = (step for step, text in changes if one_device_of(Strategy(text), seed) != which)
-        steps = min(num_steps, next(others, num_steps))
+        which, reports = run.which, run.reports
+        others = (step for step, text in run.changes if one_device_of(Strategy(text), run.seed) != which)
+        steps = min(run.num_steps, next(others, run.num_steps))
         if steps < min(WEIGHT_STEPS, len(reports[0].losses)):  # the weights are those of a later step
             reports = [replace(report, tensors=()) for report in reports]
-        verdict = replace(self._verdict(strategy, reports, steps, observer, compiles, seed), num_steps=steps)
-        if steps == num_steps:
+        verdict = replace(self._verdict(replace(run, reports=reports, num_steps=steps)), num_steps=steps)
+        if steps == run.num_steps:
             return verdict
         return verdict.with_note(
             counted(steps, "step") if verdict.equal is not None else "",
@@ -107,67 +127,51 @@ class Checker:
             f"{which.precision}",
         )
 
-    def judged(
-        self,
-        segments: Sequence[Segment],
-        strategy: Strategy,
-        reports: Sequence[RankResult],
-        num_steps: int,
-        *given: Any,
-    ) -> tuple[Segment, ...]:
+    def judged(self, segments: Sequence[Segment], run: CheckedRun) -> tuple[Segment, ...]:
         """The segments of a run that is not equal, each with the verdict on the compared steps until its end.
 
-        The first one that is not equal is the last one with a verdict of its own. ``given`` is as for ``verdict``.
+        The first one that is not equal is the last one with a verdict of its own.
         """
         found = list(segments)
         for i, stop in enumerate(segment.first_step for segment in segments[1:]):
-            if stop >= num_steps:
+            if stop >= run.num_steps:
                 break
             until = [
                 replace(report, losses=report.losses[:stop], tensors=report.tensors if stop >= WEIGHT_STEPS else ())
-                for report in reports
+                for report in run.reports
             ]
-            verdict = self.verdict(strategy, until, stop, *given) if stop else None
+            verdict = self.verdict(replace(run, reports=until, num_steps=stop)) if stop else None
             found[i] = replace(segments[i], verdict=verdict)
             if verdict is not None and not verdict.equal:
                 break
         return tuple(found)
 
-    def _verdict(
-        self,
-        strategy: Strategy,
-        reports: Sequence[RankResult],
-        num_steps: int,
-        observer: RunObserver | None,
-        compiles: bool,
-        seed: int,
-    ) -> Verdict:
+    def _verdict(self, run: CheckedRun) -> Verdict:
         """See ``verdict``; in these steps there is one reference."""
-        which = one_device_of(strategy, seed)
-        reference = self.known(which)
-        if reference is None or not num_steps:
-            return LossPair(reports[0].losses, (), 0).described(UNKNOWN)
-        losses = LossPair(reports[0].losses, reference.losses, num_steps)
+        own, reference = run.reports[0].losses, self.known(run.which)
+        if reference is None or not run.num_steps:
+            return LossPair(own, (), 0).described(UNKNOWN)
+        losses = LossPair(own, reference.losses, run.num_steps)
         if not losses.num_compared:
             return losses.described(Verdict(None, text="there was nothing to compare"))
-        wide = strategy.with_options(precision="fp32")
-        is_equal_in_fp32 = self._equal.get((str(wide), compiles), 0) >= losses.num_compared
-        equal_in = "fp32" if wide != strategy and is_equal_in_fp32 and not reports[0].changes else ""
-        distance = _distance(reports, reference, losses.num_compared)
+        wide = run.strategy.with_options(precision="fp32")
+        is_equal_in_fp32 = self._equal.get((str(wide), run.compiles), 0) >= losses.num_compared
+        equal_in = "fp32" if wide != run.strategy and is_equal_in_fp32 and not run.changes else ""
+        distance = _distance(run.reports, reference, losses.num_compared)
         case = Case(distance, TOLERANCES[reference.precision], equal_in=equal_in)
         try:
             while not losses.is_unlike and (evidence := case.missing()) is not None:
-                steps = min(case.num_steps(evidence), num_steps)
+                steps = min(case.num_steps(evidence), run.num_steps)
                 if evidence == "noise":
-                    case = replace(case, noise=self._noise(which, reference, steps, observer))
+                    case = replace(case, noise=self._noise(run.which, reference, steps, run.observer))
                 else:
-                    case = self._check_in_float64(case, strategy, reports, steps, observer, compiles, seed)
+                    case = self._check_in_float64(case, run, steps)
         except RunStopped:
             return losses.described(Verdict(None, text="not judged: stopped before the question was settled"))
-        verdict = self._with_micro_batches(losses.described(case.verdict()), which, reference)
-        if verdict.equal and reference.precision == "fp32" and not reports[0].changes:
-            known = self._equal.get((str(strategy), compiles), 0)
-            self._equal[str(strategy), compiles] = max(known, losses.num_compared)
+        verdict = self._with_micro_batches(losses.described(case.verdict()), run.which, reference)
+        if verdict.equal and reference.precision == "fp32" and not run.changes:
+            known = self._equal.get((str(run.strategy), run.compiles), 0)
+            self._equal[str(run.strategy), run.compiles] = max(known, losses.num_compared)
         return verdict
 
     def _with_micro_batches(self, verdict: Verdict, which: OneDevice, reference: RankResult) -> Verdict:
@@ -199,36 +203,27 @@ class Checker:
         report = self.one_device(replace(which, variant="perturbed"), num_steps, observer)
         return _distance([report], reference, num_steps)
 
-    def _check_in_float64(
-        self,
-        case: Case,
-        strategy: Strategy,
-        reports: Sequence[RankResult],
-        num_steps: int,
-        observer: RunObserver | None,
-        compiles: bool,
-        seed: int,
-    ) -> Case:
+    def _check_in_float64(self, case: Case, run: CheckedRun, num_steps: int) -> Case:
         """The case with the strategy's results in fp32 or float64, or with the reason why there are none."""
-        changed = reports[0].changes[0][0] if reports[0].changes else num_steps
+        changed = run.changes[0][0] if run.changes else num_steps
         if changed < num_steps:
             return replace(case, no_float64=f"float64 was not tried: the strategy changed after step {changed}")
-        which = OneDevice(strategy.options.num_micro_batches, variant="float64", seed=seed)
-        wide = strategy.with_options(precision="fp32")
-        known_steps, exact = self._exact.get((str(wide), compiles), (0, Distance()))
+        which = replace(run.which, precision="fp32", variant="float64")
+        wide = str(run.strategy.with_options(precision="fp32"))
+        known_steps, exact = self._exact.get((wide, run.compiles), (0, Distance()))
         if known_steps >= num_steps:
             return replace(case, exact=exact)
         try:
-            reference = self.one_device(which, num_steps, observer)
-            train, given = training_on_engine.train_strategy, (self._key, str(wide), which, num_steps, compiles)
-            found = _finished(self._session.submit(train, *given), observer)
+            reference = self.one_device(which, num_steps, run.observer)
+            train, given = training_on_engine.train_strategy, (self._key, wide, which, num_steps, run.compiles)
+            found = _finished(self._session.submit(train, *given), run.observer)
         except RunStopped:
             raise
         except SessionError as error:
             reason = str(error).strip().splitlines()[-1]
             return replace(case, no_float64=f"the model does not run in float64: {reason}")
         exact = _distance(found, reference, num_steps)
-        self._exact[str(wide), compiles] = num_steps, exact
+        self._exact[wide, run.compiles] = num_steps, exact
         return replace(case, exact=exact)
 
 

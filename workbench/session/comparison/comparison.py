@@ -23,7 +23,7 @@ from workbench.errors import NotStartedError, RunError, SessionError
 from workbench.session import user_modules
 from workbench.session.cluster import Session
 from workbench.session.comparison import training_on_engine
-from workbench.session.comparison.checker import Checker, RunObserver, one_device_of
+from workbench.session.comparison.checker import CheckedRun, Checker, RunObserver, one_device_of
 from workbench.session.comparison.machine import machine_text, versions
 from workbench.session.comparison.run_records import measured_record, now_text, segments_of
 from workbench.session.comparison.saved_runs import SavedRuns
@@ -268,10 +268,11 @@ class Comparison:
         checker = self._checkers[run]
         found = self._measured(checker, planned.name, planned.strategy, reports, planned.num_ranks, seed)
         num_steps = min(planned.settings["check_steps"], planned.settings["steps"])
-        verdict = checker.verdict(run.strategy, reports, num_steps, observer, compiles, seed)
+        checked = CheckedRun(run.strategy, reports, num_steps, seed, compiles, observer)
+        verdict = checker.verdict(checked)
         segments = segments_of(planned, found, reports, run.announced)
         if verdict.equal is False and segments:  # the strategies before the mistake are equal
-            segments = checker.judged(segments, run.strategy, reports, verdict.num_steps, observer, compiles, seed)
+            segments = checker.judged(segments, replace(checked, num_steps=verdict.num_steps))
         weights = next((r.weight_difference for r in reports if r.weight_difference is not None), None)
         return replace(
             found,
