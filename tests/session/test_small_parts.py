@@ -21,7 +21,7 @@ from workbench.session import cluster, engine_pool, magic_commands, protocol
 from workbench.session.adapter import Request
 from workbench.session.engine_pool import EnginePool
 from workbench.session.magic import SessionMagics, _parse, unload_ipython_extension
-from workbench.session.offer_magics import offer_magics
+from workbench.session.notebook_imports import offer_magics
 from workbench.session.output.log import MAX_RUNS, OutputLogs
 from workbench.session.output.tracebacks import Interrupted
 from workbench.session.processes import discovery, folder, watchdog

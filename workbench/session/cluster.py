@@ -15,7 +15,7 @@ from workbench.errors import NotStartedError, SessionError
 from workbench.session import engine, protocol, user_modules
 from workbench.session.adapter import Engines, Request
 from workbench.session.engine_pool import EnginePool
-from workbench.session.offer_magics import offer_magics
+from workbench.session.notebook_imports import offer_magics
 from workbench.session.outcome import CellResult, Outcome
 from workbench.session.output.listeners import OnPublished, OutputListener, Show, ShowBars, ShowUnfinished
 from workbench.session.output.log import OutputLogs

@@ -1,10 +1,11 @@
-"""What a notebook imports while its engines start."""
+"""What a notebook gets with a session: imports while engines start, and the magics."""
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 
-from workbench.session.output.start_progress import in_notebook
+from workbench.session.output.start_progress import in_notebook, ipython_shell
 from workbench.transport.held_interrupt import HeldInterrupt
 
 
@@ -20,3 +21,10 @@ def load_in_notebook(module: str = "workbench.api") -> None:
     if in_notebook():
         with HeldInterrupt():
             import_module(module)
+
+
+def offer_magics() -> None:
+    """In a notebook, make ``%%global`` and ``%workbench`` known, as ``%load_ext workbench`` does."""
+    shell = ipython_shell()
+    if shell is not None and shell.find_cell_magic("global") is None:
+        sys.modules["workbench"].load_ipython_extension(shell)  # magics import the session

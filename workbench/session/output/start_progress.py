@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TextIO
+from typing import Any, TextIO
 
 from workbench.session.adapter import Event
 from workbench.units import counted, format_seconds
@@ -12,10 +12,14 @@ from workbench.units import counted, format_seconds
 _PERIOD_S = 0.5
 
 
+def ipython_shell() -> Any:
+    """The shell of this process; None if it is neither a notebook nor a terminal of IPython."""
+    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+
+
 def in_notebook() -> bool:
     """Is this process a notebook's kernel?"""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return getattr(shell, "kernel", None) is not None
+    return getattr(ipython_shell(), "kernel", None) is not None
 
 
 def progress_stream() -> TextIO:
