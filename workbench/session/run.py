@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ipyparallel.error import EngineError
 
@@ -19,7 +19,10 @@ from workbench.session.adapter import ControlCall, Engines, Event, Request
 from workbench.session.divergence import FIRST_PROBE_S, Divergence
 from workbench.session.outcome import Outcome
 from workbench.session.processes.core_waits import CoreWaits
-from workbench.session.stopping import Processes, Stop
+from workbench.session.stopping import Stop
+
+if TYPE_CHECKING:
+    from workbench.session.processes.choose import Processes
 
 #: After a rank's failure, how long the others may take to fail by themselves.
 FAILURE_GRACE_S = 0.2

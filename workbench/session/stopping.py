@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from workbench.session import protocol
 from workbench.session.adapter import ControlCall, Engines
@@ -18,6 +18,9 @@ from workbench.session.outcome import Outcome
 from workbench.session.processes.core_waits import CoreWaits
 from workbench.session.ranks import describe_ranks
 from workbench.session.stop_escalation import StopEscalation
+
+if TYPE_CHECKING:
+    from workbench.session.processes.choose import Processes
 
 #: How long ranks may finish what no interrupt ends: an import (that of torch takes 3 s of processor time), and code of
 #: the user that handles the interrupt, such as one that saves.
@@ -27,25 +30,6 @@ _IMPORT, _HANDLER = "an import", "an except or finally clause"
 SILENCE_LIMIT_S = 10.0
 #: How long the places of ranks that have replied may be on their way.
 _PLACES_LIMIT_S = 1.0
-
-
-class Processes(Protocol):
-    """The functions of the engines' processes that a run needs, by rank."""
-
-    def kill(self, ranks: Sequence[int]) -> None:
-        """End engines at once."""
-
-    def pids(self) -> list[int]:
-        """The engines' processes on this host."""
-
-    def dead(self, ranks: Sequence[int]) -> list[int]:
-        """Those of the ranks whose process has surely ended."""
-
-    def how_ended(self, rank: int) -> str:
-        """How a dead engine ended, in words."""
-
-    def is_stopped(self, rank: int) -> bool:
-        """Whether the process is stopped (SIGSTOP), so that no signal but SIGKILL reaches it."""
 
 
 class Stop:

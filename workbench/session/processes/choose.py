@@ -11,10 +11,12 @@ from workbench.session.processes.launch import LocalProcesses
 from workbench.session.processes.launch_profile import ProfileProcesses
 from workbench.session.ranks import describe_ranks
 
+Processes = LocalProcesses | ProfileProcesses
+
 
 def choose_processes(
     engines: int | None, profile: str | None, device: str, keep: bool
-) -> tuple[LocalProcesses | ProfileProcesses, str | None, SessionFolder]:
+) -> tuple[Processes, str | None, SessionFolder]:
     """The processes of a session, the device of its ranks, and its folder.
 
     The device is None where each host of a profile decides.
