@@ -90,14 +90,12 @@ class ObservedSession(Session):
         finally:
             request.release()
 
-    def close(self) -> None:
-        """Stop observing; the engines go on."""
-        self.detach()
-
     def detach(self) -> None:
-        """The same."""
+        """Stop observing; the engines go on."""
         if self._forget():
             self._pool.leave()
+
+    close = detach
 
     def _report_finished_ranks(self, request: Request, before: dict[int, protocol.RankStatus]) -> None:
         """Report ranks that are done. The replies themselves go to the engines' own notebook."""
