@@ -66,9 +66,11 @@ def first_batch(
     dataset: Any, loss_fn: Callable[..., Any] | None, collate_fn: Callable[[list[Any]], Any] | None = None
 ) -> Batch:
     """The first two samples of a data set as a batch: inputs of the model, targets of the loss, and their shapes."""
+    from workbench.tensors.program_state import undrawn
     from workbench.training.datasets import first_batch as take
 
-    return take(dataset, loss_fn, collate_fn=collate_fn)
+    with undrawn():
+        return take(dataset, loss_fn, collate_fn=collate_fn)
 
 
 class CountEnded(Exception):
