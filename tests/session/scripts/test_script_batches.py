@@ -138,3 +138,15 @@ def test_a_models_own_loss_is_found_as_in_a_comparison(output: Any) -> None:
     names: dict[str, Any] = {}
     exec(script_of("torch", (ROWS,), None), names)
     assert names["loss_of"](output) == own_loss(output) == 1.5
+
+
+def test_a_script_draws_none_of_the_programs_random_numbers() -> None:
+    def dataset() -> Any:
+        return torch.rand(8, 4), torch.rand(8, 2)
+
+    torch.manual_seed(0)
+    expected = torch.rand(())
+    torch.manual_seed(0)
+    text = wb.planner.script("*: data", 2, dataset=dataset, loss_fn=F.mse_loss, batch_size=4)
+    assert "for inputs, targets in loader" in text
+    assert torch.rand(()) == expected

@@ -50,7 +50,12 @@ class Recipe:
     @cached_property
     def samples(self) -> Any:
         """The data set; None if it is not known."""
-        return self.sources["dataset"].samples
+        if self.sources["dataset"].value is None:
+            return None
+        from workbench.tensors.program_state import undrawn
+
+        with undrawn():
+            return self.sources["dataset"].samples
 
     @cached_property
     def first_samples(self) -> Any:
@@ -59,11 +64,13 @@ class Recipe:
             return None
         import torch
 
+        from workbench.tensors.program_state import undrawn
         from workbench.training.batches import as_tensors
         from workbench.training.datasets import take
 
         collate = self.sources.get("collate_fn")
-        return as_tensors(take(self.samples, torch.arange(2), None if collate is None else collate.value))
+        with undrawn():
+            return as_tensors(take(self.samples, torch.arange(2), None if collate is None else collate.value))
 
     @cached_property
     def first_batch(self) -> Batch:
