@@ -22,7 +22,7 @@ def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.run(argparse.Namespace(quick=True, hosts=None)) == 0
     said = capsys.readouterr().out
     assert said.endswith("All that is needed works.\n")
-    for what in ("python", "torch", "ipyparallel", "machine", "gpus", "backends", "loopback", "chromium"):
+    for what in ("python", "torch", "ipyparallel", "machine", "gpus", "backends", "loopback"):
         assert f" {what} " in said
 
 
@@ -87,11 +87,6 @@ def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = checks.check_machine()
     assert finding.state == WARNING
     assert "500 MB of it free" in finding.text
-
-
-def test_no_chromium_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.shutil, "which", lambda _name: None)
-    assert checks.check_chromium().state == WARNING
 
 
 @pytest.mark.parametrize("found", [((), "the installed torch is for CPUs only"), (("0", "1"), "")])

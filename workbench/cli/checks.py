@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import platform
-import shutil
 import socket
 import sys
 import time
@@ -16,7 +15,6 @@ from workbench.core.extras import install_command
 from workbench.units import format_bytes, format_count, format_seconds
 
 GOOD, WARNING, BAD = "ok", "warn", "FAIL"
-_CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 _MIN_MEMORY_BYTES = 2e9
 """Bytes that two engines with torch and a notebook need, roughly."""
 
@@ -110,15 +108,6 @@ def check_loopback() -> Finding:
         fix = "Allow connections to 127.0.0.1: look at the firewall, or at the sandbox this runs in."
         return Finding("loopback", BAD, f"no connection over 127.0.0.1: {error}", fix)
     return Finding("loopback", GOOD if works else BAD, "127.0.0.1 can be reached")
-
-
-def check_chromium() -> Finding:
-    """The browser of the browser tests, the only thing that needs it."""
-    found = next((path for name in _CHROMIUM_NAMES if (path := shutil.which(name))), None)
-    if found:
-        return Finding("chromium", GOOD, found)
-    fix = "For those tests only: apt-get install chromium, or: python -m playwright install chromium"
-    return Finding("chromium", WARNING, "not found; browser tests are skipped", fix)
 
 
 def check_engine() -> Finding:

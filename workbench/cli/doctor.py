@@ -45,7 +45,6 @@ def _checks(quick: bool) -> Sequence[tuple[tuple[str, ...], Callable[[], Finding
         (("torch",), checks.check_backends),
         (("torch", "psutil"), checks.check_transport),
         ((), checks.check_loopback),
-        ((), checks.check_chromium),
     ]
     return always if quick else [*always, (_NEEDED, checks.check_engine)]
 
