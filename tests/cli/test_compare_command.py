@@ -14,6 +14,7 @@ import torch
 
 from workbench.cli import compare, demo, main, results
 from workbench.core.metrics import RunRecord
+from workbench.core.options import PRESETS
 from workbench.core.verdict import Verdict
 from workbench.errors import CommandError
 from workbench.session.comparison.compare import CompareResult
@@ -235,7 +236,7 @@ def test_demo_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     runs = json.loads(data.read_text(encoding="utf-8"))["runs"]
     assert code == 0, said
-    assert [run["name"] for run in runs] == list(results.STRATEGIES)
+    assert [run["name"] for run in runs] == list(PRESETS)
     assert all(run["verdict"]["equal"] for run in runs)
     assert all(len(run["losses"]) == 20 and run["losses"][-1] < run["losses"][0] for run in runs)
     assert report.stat().st_size > 100_000

@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from workbench.cli import results
-from workbench.cli.results import STRATEGIES
+from workbench.core.options import PRESETS
 from workbench.errors import CommandError
 
 _MODULE_NAME = "workbench_compared_file"
@@ -111,9 +111,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "strategies",
         nargs="*",
-        default=list(STRATEGIES),
+        default=list(PRESETS),
         metavar="STRATEGY",
-        help=f"presets ({', '.join(STRATEGIES)}), also with options ('pipeline | mb=8'), strategy texts, or files in "
+        help=f"presets ({', '.join(PRESETS)}), also with options ('pipeline | mb=8'), strategy texts, or files in "
         ".strategy; default: all presets",
     )
     results.add_run_arguments(parser, batch_size=64)

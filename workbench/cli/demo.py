@@ -13,6 +13,7 @@ from importlib.metadata import distribution
 from typing import TYPE_CHECKING
 
 from workbench.cli import results
+from workbench.core.options import PRESETS
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         for title, make in NETWORKS.items():
             print(f"{title}, {num_parameters(make()):,} weights:", flush=True)
             job = {"model_fn": make, "dataset": digits(), "loss_fn": cross_entropy}
-            codes.append(results.compare_and_present(job, results.STRATEGIES, args, session))
+            codes.append(results.compare_and_present(job, PRESETS, args, session))
             args = argparse.Namespace(**{**vars(args), "out": None, "json": None})  # files show the first network
     return max(codes)
 

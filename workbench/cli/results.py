@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from workbench.session.cluster import Session
     from workbench.session.comparison.compare import CompareResult
 
-STRATEGIES = ("data", "model", "pipeline", "hybrid")
 EQUAL, UNEQUAL = 0, 1
 
 
