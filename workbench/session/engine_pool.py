@@ -18,7 +18,7 @@ from workbench.session.lost_names import explain_lost_names, refuse_lost_names
 from workbench.session.notebook_imports import load_in_notebook
 from workbench.session.outcome import Outcome
 from workbench.session.output.listeners import OutputListener
-from workbench.session.output.start_progress import StartProgress, print_progress
+from workbench.session.output.start_progress import StartProgress
 from workbench.session.output.tracebacks import Interrupted, cell_error, explained_interrupt, raise_unless_ok
 from workbench.session.processes.folder import SessionFolder
 from workbench.session.processes.launch import LocalProcesses
@@ -147,7 +147,7 @@ class EnginePool:
         """
         live = self.live
         num_ranks = self.num_engines if is_users else 0
-        run = Run(live, request, listener, self._processes, timeout_s, label, num_ranks, print_progress)
+        run = Run(live, request, listener, self._processes, timeout_s, label, num_ranks)
         self.active.add(run)
         if self._engines is not live:  # `leave` has come before it could find this run
             run.abandon()

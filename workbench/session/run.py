@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from ipyparallel.error import EngineError
@@ -18,6 +18,7 @@ from workbench.session import protocol
 from workbench.session.adapter import ControlCall, Engines, Event, Request
 from workbench.session.divergence import FIRST_PROBE_S, Divergence
 from workbench.session.outcome import Outcome
+from workbench.session.output.start_progress import print_progress
 from workbench.session.processes.core_waits import CoreWaits
 from workbench.session.stopping import Stop
 
@@ -53,9 +54,8 @@ class Run:
         timeout_s: float | None = None,
         label: str = "",
         num_ranks: int = 0,
-        report: Callable[[str], None] = print,
     ) -> None:
-        self.label, self._report = label, report
+        self.label = label
         self._num_ranks = num_ranks  # of the session, if ranks that wait for one another without end are to be stopped
         self._divergence, self._probes = Divergence(), dict[int, ControlCall]()
         self._engines, self._request, self._listener = engines, request, listener
@@ -195,7 +195,7 @@ class Run:
         if self._stopping is None and (reason := self._stop_reason if is_wanted else self._reason_to_stop(now)):
             self.outcome.stop_reason = reason
             ranks, number = self._pending, self._request.run
-            self._stopping = Stop(self._engines, self._processes, number, ranks, self.outcome, now, self._report)
+            self._stopping = Stop(self._engines, self._processes, number, ranks, self.outcome, now, print_progress)
         elif self._stopping is not None and is_wanted:
             self._stopping.hurry(now)
         if self._stopping is not None:
