@@ -36,6 +36,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -165,8 +166,4 @@ class CellError(SessionError):
         return self._rendered or super()._render_traceback_()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_cell_error, (str(self), self.failures, self._rendered)
-
-
-def _rebuild_cell_error(message: str, failures: Mapping[int, Any], rendered: Sequence[str]) -> CellError:
-    return CellError(message, failures=failures, rendered=rendered)
+        return partial(CellError, failures=self.failures, rendered=self._rendered), (str(self),)

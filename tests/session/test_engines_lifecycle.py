@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -301,7 +302,7 @@ def test_nothing_outlives_a_killed_notebook(tmp_path):
         [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     try:
-        folder = SessionFolder.open(parent.stdout.readline().strip())
+        folder = SessionFolder(Path(parent.stdout.readline().strip()))
         processes = folder.processes()
         assert len(processes) >= 3
         assert all(process.find() for process in processes)

@@ -32,7 +32,7 @@ def _own_environment(monkeypatch):
 
 
 def test_ranks_of_this_host_meet_in_a_file_others_at_the_address_of_rank_0(tmp_path):
-    folder, here = SessionFolder.open(tmp_path), rendezvous.host_name()
+    folder, here = SessionFolder(tmp_path), rendezvous.host_name()
     near, far = RendezvousAddress(here, "10.0.0.1", "eth0", 1), RendezvousAddress("node1", "10.0.0.2", "eth0", 1234)
     assert rendezvous_store([near, near], folder).startswith("file://")
     assert rendezvous_store([far, near], folder) == "tcp://10.0.0.2:1234"

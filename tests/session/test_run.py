@@ -57,7 +57,7 @@ def test_an_error_that_comes_late_on_a_busy_machine_is_not_lost():
 def test_a_checkpoint_of_engines_without_the_sessions_folder_is_in_it(tmp_path):
     """As on other hosts, where `recover` found none."""
     saved = [SavedCheckpoint(f"/shared/{number}", {"model": ["net"]}) for number in range(2)]
-    pool = EnginePool(PlayedEngines({}), "cpu", SessionFolder.open(tmp_path))
+    pool = EnginePool(PlayedEngines({}), "cpu", SessionFolder(tmp_path))
     pool._engines = pool._processes
     request = Request([0])
     for each in saved:

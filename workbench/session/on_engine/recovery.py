@@ -106,7 +106,7 @@ def record_checkpoint(path: Path, parts: Mapping[str, Any]) -> None:
     }
     saved = SavedCheckpoint(str(path), names)
     if folder := os.environ.get("WORKBENCH_SESSION_FOLDER"):
-        SessionFolder.open(folder).add_checkpoint(saved)
+        SessionFolder(Path(folder)).add_checkpoint(saved)
     else:
         send(saved)
 

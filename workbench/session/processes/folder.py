@@ -189,10 +189,6 @@ class SessionFolder:
         folder.record([])
         return folder
 
-    @classmethod
-    def open(cls, path: str | Path) -> SessionFolder:
-        return cls(Path(path))
-
     def new_store(self) -> str:
         """An ``init_method`` for a new torch.distributed world on this host: a file used only once."""
         handle, name = tempfile.mkstemp(prefix="store-", dir=self.path)
@@ -302,7 +298,7 @@ def _ownership() -> dict[str, object]:
 
 def all_folders() -> list[SessionFolder]:
     """The sessions of this user, the newest last."""
-    return [SessionFolder.open(path) for path in sorted(base_folder().glob("session-*"), key=_changed_s)]
+    return [SessionFolder(path) for path in sorted(base_folder().glob("session-*"), key=_changed_s)]
 
 
 def _changed_s(path: Path) -> float:

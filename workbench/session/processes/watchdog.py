@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 PERIOD_S = 0.5
 OWNER = "WORKBENCH_OWNER_PID"
@@ -58,7 +59,7 @@ def end_whole_session() -> None:
     try:
         from workbench.session.processes.folder import SessionFolder
 
-        SessionFolder.open(os.environ["WORKBENCH_SESSION_FOLDER"]).reap(spare={os.getpid()})
+        SessionFolder(Path(os.environ["WORKBENCH_SESSION_FOLDER"])).reap(spare={os.getpid()})
     finally:
         end_children()
         end_this_process()
