@@ -100,13 +100,9 @@ def run(args: argparse.Namespace) -> int:
     codes = []
     with Session(args.engines) as session:
         for title, make in NETWORKS.items():
-            print(f"{title}, {num_parameters(make()):,} weights:", flush=True)
+            num_weights = sum(weights.numel() for weights in make().parameters())
+            print(f"{title}, {num_weights:,} weights:", flush=True)
             job = {"model_fn": make, "dataset": digits(), "loss_fn": cross_entropy}
             codes.append(results.compare_and_present(job, PRESETS, args, session))
             args = argparse.Namespace(**{**vars(args), "out": None, "json": None})  # files show the first network
     return max(codes)
-
-
-def num_parameters(model: torch.nn.Module) -> int:
-    """Number of parameters of a model."""
-    return sum(parameter.numel() for parameter in model.parameters())
