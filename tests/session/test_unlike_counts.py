@@ -5,7 +5,7 @@ import pytest
 from workbench.errors import CellError
 from workbench.session.on_engine import progress
 from workbench.session.outcome import Outcome
-from workbench.session.output.tracebacks import render
+from workbench.session.output.tracebacks import cell_error
 from workbench.session.protocol import Failure, Progress
 from workbench.session.unlike_counts import ExchangeCounts, describe_unlike
 from workbench.testing import run_ranks
@@ -50,7 +50,7 @@ def test_ranks_are_asked_only_where_they_seem_to_differ():
     assert one.ok
     counts.check(one, RANKS, lambda rank, operation: Progress(0, 6 - rank))
     assert not one.ok and one.left_exchanges_open
-    assert render(one, "cell")[0].startswith("The ranks have called unlike numbers of exchanges: rank 0 called 6, rank")
+    assert str(cell_error(one)).startswith("The ranks have called unlike numbers of exchanges: rank 0 called 6, rank")
 
 
 def test_a_cell_that_failed_on_one_rank_is_not_asked_about():

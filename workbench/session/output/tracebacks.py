@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import linecache
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from IPython.core.inputtransformer2 import TransformerManager
@@ -18,8 +19,8 @@ from workbench.session.recovery import COMMAND
 from workbench.units import format_seconds
 
 _MAX_SHOWN = 4
-Paint = Callable[..., str]
 _RED, _BOLD, _DIM, _PLAIN = "\x1b[31m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
+_COLOURS = re.compile(r"\x1b\[\d+m")
 #: Python files of the session and of the launcher. Their frames say nothing about the user's cell.
 _INTERNAL = tuple(f"{os.sep}{name}{os.sep}" for name in ("ipyparallel", "ipykernel", "IPython"))
 
@@ -56,11 +57,8 @@ def cell_error(outcome: Outcome, what: str = "cell", timeout_s: float | None = N
 
     Its text is plain. `CellError._render_traceback_` returns the coloured lines that IPython shows.
     """
-    return CellError(
-        "\n".join(render(outcome, what, timeout_s)),
-        failures=outcome.failures,
-        rendered=render(outcome, what, timeout_s, colour=True),
-    )
+    lines = render(outcome, what, timeout_s)
+    return CellError(_COLOURS.sub("", "\n".join(lines)), failures=outcome.failures, rendered=lines)
 
 
 def raise_unless_ok(outcome: Outcome, what: str, timeout_s: float | None = None) -> None:
@@ -92,24 +90,23 @@ def syntax_error(error: SyntaxError, code: str) -> CellError:
     return CellError("\n".join(lines), rendered=[head, *lines[1:]])
 
 
-def render(outcome: Outcome, what: str, timeout_s: float | None = None, colour: bool = False) -> list[str]:
-    """The lines of the description: causes with their tracebacks, then one line per consequence."""
-    paint = _paint if colour else _leave_plain
+def render(outcome: Outcome, what: str, timeout_s: float | None = None) -> list[str]:
+    """The coloured lines of the description: causes with their tracebacks, then one line per consequence."""
     lines: list[str] = []
     if outcome.stop_reason == "timeout":
-        lines.append(paint(_timeout_line(outcome, what, timeout_s), _RED, _BOLD))
+        lines.append(_paint(_timeout_line(outcome, what, timeout_s), _RED, _BOLD))
     if outcome.stop_reason in ("divergence", "deadlock"):
-        lines.append(paint(_divergence_line(outcome, what), _RED, _BOLD))
+        lines.append(_paint(_divergence_line(outcome, what), _RED, _BOLD))
         lines += _awaited_calls(outcome)
     if outcome.unlike_counts:
-        lines.append(paint(outcome.unlike_counts, _RED, _BOLD))
+        lines.append(_paint(outcome.unlike_counts, _RED, _BOLD))
     for how, dead in _died_together(outcome).items():
         its = "its" if len(dead) == 1 else "their"
         died = f"{describe_ranks(dead)} died while running this {what} ({how}): {its} variables are lost. "
-        lines.append(paint(died, _RED, _BOLD) + restart_hint(dead))
+        lines.append(_paint(died, _RED, _BOLD) + restart_hint(dead))
     groups = group(outcome)
     for ranks, failure in groups[:_MAX_SHOWN]:
-        lines += _render_failure(ranks, failure, outcome, paint)
+        lines += _render_failure(ranks, failure)
     for ranks, failure in groups[_MAX_SHOWN:]:
         lines.append(f"{headline(ranks, failure)}")
     return lines + consequences(outcome)
@@ -170,15 +167,15 @@ def restart_hint(ranks: Sequence[int]) -> str:
     return f"The next cell or run starts {them} again; {COMMAND} also brings variables back."
 
 
-def _render_failure(ranks: list[int], failure: protocol.Failure, outcome: Outcome, paint: Paint) -> list[str]:
-    lines = [paint(headline(ranks, failure), _RED, _BOLD)]
+def _render_failure(ranks: list[int], failure: protocol.Failure) -> list[str]:
+    lines = [_paint(headline(ranks, failure), _RED, _BOLD)]
     if failure.syntax:
         return [*lines, *(f"  {line}" for line in failure.syntax.splitlines())]
     for frame, num_skipped in _frames_to_show(failure.frames):
         if num_skipped:
-            lines.append(paint(f"  {num_skipped} frame{'s' if num_skipped > 1 else ''} not shown", _DIM))
-        lines += _render_frame(frame, paint)
-    lines += [paint(f"  after {led}", _DIM) for led in failure.chain]
+            lines.append(_paint(f"  {num_skipped} frame{'s' if num_skipped > 1 else ''} not shown", _DIM))
+        lines += _render_frame(frame)
+    lines += [_paint(f"  after {led}", _DIM) for led in failure.chain]
     return lines
 
 
@@ -197,15 +194,15 @@ def _frames_to_show(frames: Sequence[protocol.Frame]) -> Iterable[tuple[protocol
             num_skipped += 1
 
 
-def _render_frame(frame: protocol.Frame, paint: Paint) -> list[str]:
+def _render_frame(frame: protocol.Frame) -> list[str]:
     inside = "" if frame.function == "<module>" else f", in {frame.function}"
     place = f"{frame.file} line {frame.line}{inside}" if frame.in_cell else f"{frame.file}:{frame.line}{inside}"
-    lines = [paint(f"  {place}", _DIM)]
+    lines = [_paint(f"  {place}", _DIM)]
     for number, text in frame.source or _own_source(frame):
         here = number == frame.line
         if here or frame.in_cell:
             line = f"  {'▶' if here else ' '} {number:>4}  {text}"
-            lines.append(paint(line, _BOLD) if here else line)
+            lines.append(_paint(line, _BOLD) if here else line)
     return lines
 
 
@@ -290,10 +287,6 @@ def _awaited_calls(outcome: Outcome) -> list[str]:
 
 def _paint(text: str, *codes: str) -> str:
     return f"{''.join(codes)}{text}{_PLAIN}"
-
-
-def _leave_plain(text: str, *codes: str) -> str:
-    return text
 
 
 def check_cell(code: str, timeout_s: float | None = None) -> None:
