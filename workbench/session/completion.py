@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from workbench.errors import WorkbenchError
@@ -27,7 +28,7 @@ def install(ipython: Any) -> None:
         completer.custom_matchers.append(propose)
     if not hasattr(ipython, "workbench_inspects"):
         ipython.workbench_inspects = ipython.object_inspect_mime
-        ipython.object_inspect_mime = _Inspector(ipython.workbench_inspects)
+        ipython.object_inspect_mime = partial(_inspect, ipython.workbench_inspects)
 
 
 def uninstall(ipython: Any) -> None:
@@ -89,20 +90,15 @@ def _fitting(token: str, words: Iterable[str]) -> dict[str, Any]:
     }
 
 
-class _Inspector:
+def _inspect(local: Callable[..., Any], oname: str, detail_level: int = 0, omit_sections: Any = ()) -> Any:
     """The shell's help, and the engines' for names that the notebook does not know."""
-
-    def __init__(self, local: Any) -> None:
-        self._local = local
-
-    def __call__(self, oname: str, detail_level: int = 0, omit_sections: Any = ()) -> Any:
-        try:
-            return self._local(oname, detail_level=detail_level, omit_sections=omit_sections)
-        except KeyError:
-            found = _ask("", "inspect", name=oname, detail_level=detail_level)
-            if found is None:
-                raise
-            return found
+    try:
+        return local(oname, detail_level=detail_level, omit_sections=omit_sections)
+    except KeyError:
+        found = _ask("", "inspect", name=oname, detail_level=detail_level)
+        if found is None:
+            raise
+        return found
 
 
 def _ask(options: str, operation: str, **arguments: Any) -> Any:
