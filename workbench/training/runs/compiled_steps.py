@@ -20,8 +20,8 @@ from workbench.training.gradients.nested_steps import distinct, state_tensors
 
 _MOST_RECORDINGS = 8
 _NEVER = (
-    "no step was compiled: that takes three steps of equal shapes whose micro-batches have equal weights, and count= "
-    "gives those of each step others"
+    "no step was compiled: that takes three steps with the same shapes and the same weights of micro-batches, which "
+    "count= changes from step to step"
 )
 
 
