@@ -54,8 +54,6 @@ def join(
     the earlier world. Calls that they still wait in would also hold up whoever frees a process group of that world.
     ``on_host``: this rank's number among the ranks of its host, and how many they are, where the notebook knows.
     """
-    import socket
-
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.setdefault("LOCAL_RANK", str(rank))
     if on_host is not None:
@@ -75,12 +73,7 @@ def join(
     if on_host is not None:
         _share_cores(on_host[1])
     here = world.rebuild(rank, world_size, init_method=init_method, device=device, reason="the notebook said so")
-    return {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "device": str(here.device),
-        "transport": here.transport_name,
-    }
+    return {"pid": os.getpid(), "device": str(here.device), "transport": here.transport_name}
 
 
 def _share_cores(num_ranks: int) -> None:

@@ -196,7 +196,6 @@ class RankStatus:
     alive: bool
     pid: int | None = None
     device: str = ""
-    transport: str = ""
     transport_groups: tuple[str, ...] = ()  #: the transport of each group of ranks, and the reason; equal on all ranks
     memory_bytes: int | None = None  #: resident size of the process
     busy: bool = False

@@ -66,7 +66,6 @@ def status() -> protocol.RankStatus:
         alive=True,
         pid=os.getpid(),
         device=str(world.device) if world is not None else "",
-        transport=world.transport_name if world is not None else "",
         transport_groups=world.transport_groups if world is not None else (),
         memory_bytes=psutil.Process().memory_info().rss,
         busy=bool(stack),
