@@ -45,19 +45,17 @@ def join(
     device: str | None,
     search_path: list[str],
     pids: list[int],
-    on_host: tuple[int, int] | None = None,
+    on_host: tuple[int, int],
 ) -> dict[str, Any]:
     """Become ``rank`` of a new world and answer to the notebook; returns facts about this engine.
 
     It first leaves its earlier world, whose ranks may have diverged; variables stay. ``search_path``: the notebook's
     search path of modules, so that the engine can import what sent functions need. ``pids``: processes of this host in
     the earlier world. Calls that they still wait in would also hold up whoever frees a process group of that world.
-    ``on_host``: this rank's number among the ranks of its host, and how many they are, where the notebook knows.
+    ``on_host``: this rank's number among the ranks of its host, and how many they are.
     """
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-    os.environ.setdefault("LOCAL_RANK", str(rank))
-    if on_host is not None:
-        os.environ.update(LOCAL_RANK=str(on_host[0]), LOCAL_WORLD_SIZE=str(on_host[1]))
+    os.environ.update(LOCAL_RANK=str(on_host[0]), LOCAL_WORLD_SIZE=str(on_host[1]))
     sys.path.extend(path for path in search_path if path not in sys.path)
     _install()
     engine_connections.break_to(pids)
@@ -70,8 +68,7 @@ def join(
 
     store.listen(_record_checkpoint)
     user_loops.listen(publish, lambda: getattr(current_tag(), "run", 0))
-    if on_host is not None:
-        _share_cores(on_host[1])
+    _share_cores(on_host[1])
     here = world.rebuild(rank, world_size, init_method=init_method, device=device, reason="the notebook said so")
     return {"pid": os.getpid(), "device": str(here.device), "transport": here.transport_name}
 

@@ -348,7 +348,7 @@ class EnginePool:
         store, on_hosts = self._choose_store(listener)
         pids = self._processes.pids() if self._world_is_stale else []
         arguments = [
-            (rank, self.num_engines, store, self._device, sys.path, pids, on_hosts.get(rank)) for rank in self.ranks
+            (rank, self.num_engines, store, self._device, sys.path, pids, on_hosts[rank]) for rank in self.ranks
         ]
         request = self.live.apply_each(self.ranks, engine.join, arguments, self.tag(self.ranks, label="join"))
         outcome = self.follow(request, listener, _JOIN_TIMEOUT_S)
