@@ -105,6 +105,18 @@ def test_the_weights_of_another_seed_are_freed_and_its_runs_are_not_compared_wit
     assert not [key for key, _ in training_on_engine._histories if key == comparison.key]
 
 
+def test_engines_keep_the_jobs_of_the_last_comparisons():
+    """Each run of a panel's cell left the data of the panel before on all engines."""
+    session: Any = SimulatedSession()
+    subject = Subject.of(make_model, data(), F.cross_entropy, batch_size=8, steps=2)
+    first, *others = (Comparison(session, subject) for _ in range(5))
+    assert [other.key in training_on_engine._jobs for other in (first, *others)] == [False] + [True] * 4
+    assert first.start("*: data").result().equal and session.submitted.count("keep_job") == 6
+    assert others[0].key not in training_on_engine._jobs
+    for other in (first, *others):
+        other.close()
+
+
 class LostAtTheEnd(SimulatedSession):
     """Its engines are gone when the last run has ended, and cannot be started again."""
 

@@ -37,7 +37,11 @@ class OneDevice:
     seed: int = 0
 
 
+_MOST_JOBS = 4
 _jobs: dict[str, Job] = {}
+"""The last ones, that of the last use at the end. Panels free none, and each run of a panel's cell makes another one; a
+comparison whose job is gone sends it again.
+"""
 _histories: dict[tuple[str, OneDevice], WeightHistory] = {}
 
 
@@ -51,6 +55,8 @@ class Prepared:
 
 def keep_job(key: str, job: Job) -> Prepared:
     """Keep a job under a key, so that its data set is sent once, and run one small step of it."""
+    for oldest in list(_jobs)[: 1 - _MOST_JOBS]:
+        forget_job(oldest)
     with _undone(job):
         problem = warm_up(job)
         _jobs[key] = replace(job, flops_per_sample=flops_per_sample(job))
@@ -59,6 +65,8 @@ def keep_job(key: str, job: Job) -> Prepared:
 
 def has_job(key: str) -> bool:
     """Whether this engine has the job. An engine that was started after the job was sent does not."""
+    if key in _jobs:
+        _jobs[key] = _jobs.pop(key)
     return key in _jobs
 
 
