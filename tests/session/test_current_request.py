@@ -8,6 +8,7 @@ import pytest
 
 from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.session.on_engine import control, current_request
+from workbench.tensors import world
 
 
 @pytest.fixture(autouse=True)
@@ -85,10 +86,18 @@ def test_a_request_does_not_begin_while_an_earlier_one_is_stopped(signals):
 
 def test_a_late_abort_leaves_the_next_world_alone(monkeypatch):
     aborted = []
-    monkeypatch.setattr(control, "_world", lambda: SimpleNamespace(abort=aborted.append))
+    monkeypatch.setattr(control, "joined_world", lambda: SimpleNamespace(abort=aborted.append))
     monkeypatch.setattr(control.engine_waits, "abort", aborted.append)
     begin(7)
     control.abort(7, "first", (), (), False)
     begin(8)
     control.abort(7, "late", (), (), False)
     assert aborted == ["first", "first"]
+
+
+def test_a_question_makes_no_world(monkeypatch):
+    """While the only engine of a session joined anew, the control thread made a world of its own beside that."""
+    monkeypatch.setattr(world, "_process_world", None)
+    monkeypatch.setattr(world, "init", pytest.fail)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert control._OPERATIONS["activity"]().call == ""

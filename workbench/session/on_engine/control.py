@@ -20,7 +20,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from workbench.errors import WorldError
 from workbench.session import protocol
 from workbench.session.on_engine import activity as engine_activity
 from workbench.session.on_engine import completion as engine_assist
@@ -32,6 +31,7 @@ from workbench.session.on_engine import interruptible_waits as engine_waits
 from workbench.session.on_engine import progress as engine_progress
 from workbench.session.on_engine import shell as engine_shell
 from workbench.session.on_engine.failures import frames_of_stack
+from workbench.session.on_engine.shell import joined_world
 
 
 def install(shell: Any) -> None:
@@ -60,7 +60,7 @@ def status() -> protocol.RankStatus:
     stack = frames_of_stack(sys._current_frames().get(threading.main_thread().ident or 0))
     importing = engine_imports.importing()
     run, is_handling = current_request.state()
-    world = _world()
+    world = joined_world()
     return protocol.RankStatus(
         rank=int(os.environ.get("RANK", "-1")),
         alive=True,
@@ -94,7 +94,7 @@ def abort(run: int, reason: str, pids: Sequence[int], spared: Sequence[str], all
         all_are_there: such a clause may also wait for the other ranks, which run theirs.
     """
     with current_request.unless_later(run) as is_in_time:
-        world = _world()
+        world = joined_world()
         is_spared = engine_imports.handles() in spared
         if not is_in_time or (is_spared and (all_are_there or not engine_activity.activity(world).waits)):
             return
@@ -104,20 +104,9 @@ def abort(run: int, reason: str, pids: Sequence[int], spared: Sequence[str], all
         engine_connections.break_to(pids)
 
 
-def _world() -> Any:
-    """The current world, or None before joining and after leaving."""
-    module = sys.modules.get("workbench.tensors.world")
-    if module is None:
-        return None
-    try:
-        return module.current()
-    except WorldError:
-        return None
-
-
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "status": status,
-    "activity": lambda: engine_activity.activity(_world()),
+    "activity": lambda: engine_activity.activity(joined_world()),
     "interrupt": interrupt,
     "abort": abort,
     "command": engine_shell.add_command,

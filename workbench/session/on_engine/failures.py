@@ -17,7 +17,7 @@ from workbench.errors import CollectiveAborted
 from workbench.session import protocol, user_modules
 from workbench.session.on_engine import connections
 from workbench.session.on_engine.deferred_interrupts import causes, was_interrupted
-from workbench.session.on_engine.shell import current_tag, send, shell
+from workbench.session.on_engine.shell import current_tag, joined_world, send, shell
 
 _LINES_AROUND = 2
 _MAX_FRAMES = 20
@@ -99,8 +99,7 @@ def _is_stop(error: BaseException) -> bool:
 
 def _broke_off_step() -> bool:
     """Whether the error broke off a step. Imports nothing: a cell that failed without the runtime needs no torch."""
-    worlds, closed = (sys.modules.get(f"workbench.{name}") for name in ("tensors.world", "transport.closed"))
-    world = worlds.joined() if worlds is not None else None
+    world, closed = joined_world(), sys.modules.get("workbench.transport.closed")
     return world is not None and closed is not None and bool(closed.is_closed(world))
 
 

@@ -4,12 +4,11 @@ wait for the rank's next exchange, and their readers with them.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from workbench.errors import CollectiveAborted
 from workbench.session.on_engine.failures import failure_of
-from workbench.session.on_engine.shell import send
+from workbench.session.on_engine.shell import joined_world, send
 
 
 def install(here: Any) -> None:
@@ -23,9 +22,7 @@ def deliver() -> None:
     Raises:
         CollectiveAborted: a reader has ended, or reads nothing more.
     """
-    worlds = sys.modules.get("workbench.tensors.world")
-    world = worlds.joined() if worlds is not None else None
-    if world is not None:
+    if (world := joined_world()) is not None:
         world.transport.flush()
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from workbench.session.on_engine.shell import send
+from workbench.session.on_engine.shell import joined_world, send
 from workbench.session.protocol import Progress
 
 _told = Progress()
@@ -25,9 +24,8 @@ def tell() -> None:
 
 
 def progress() -> Progress:
-    """The present counts. Imports nothing: a cell without the runtime needs no torch."""
-    worlds = sys.modules.get("workbench.tensors.world")
-    world = worlds.joined() if worlds is not None else None
+    """The present counts."""
+    world = joined_world()
     if world is None:
         return Progress()
     context = world.context

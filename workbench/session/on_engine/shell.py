@@ -59,6 +59,12 @@ def current_tag() -> protocol.CellTag | None:
     return protocol.CellTag.parse(parent.get("metadata", {}).get("label"))
 
 
+def joined_world() -> Any:
+    """This engine's world; None before it joins one and after it leaves. Loads no torch: a cell may do without."""
+    module = sys.modules.get("workbench.tensors.world")
+    return module.joined() if module is not None else None
+
+
 def shell() -> Any:
     """The engine's IPython shell.
 
