@@ -163,7 +163,7 @@ def _install() -> None:
     engine_awaiting.install(here)
     here.events.register("pre_run_cell", _report_renewed)
     here.events.register("post_run_cell", _report_remaining_steps)
-    engine_messages.install(here)
+    here.events.register("post_run_cell", engine_messages.deliver_after)
     engine_modes.install(here)  # before the hook that frees errors
     engine_values.install(here)
     engine_failures.install(here)
@@ -176,7 +176,7 @@ def _install() -> None:
 
         engine_bars.install(here)
     engine_debug.install()
-    engine_progress.install(here)
+    here.events.register("post_run_cell", engine_progress.tell)  # the last one: others may exchange something
     here.ask_exit = sys.exit  # exit() and quit() end the cell; IPython's end the process after it
     _define_names(here.user_ns)
     here.workbench_installed = True

@@ -11,11 +11,6 @@ from workbench.session.on_engine.failures import failure_of
 from workbench.session.on_engine.shell import joined_world, send
 
 
-def install(here: Any) -> None:
-    """Deliver messages behind every cell of an engine's shell that has succeeded."""
-    here.events.register("post_run_cell", _after_cell)
-
-
 def deliver() -> None:
     """Wait until this rank's messages have left it.
 
@@ -26,7 +21,8 @@ def deliver() -> None:
         world.transport.flush()
 
 
-def _after_cell(result: Any) -> None:
+def deliver_after(result: Any) -> None:
+    """Deliver messages behind a cell that has succeeded."""
     try:
         if result.success:
             deliver()

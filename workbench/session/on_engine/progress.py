@@ -10,12 +10,7 @@ from workbench.session.protocol import Progress
 _told = Progress()
 
 
-def install(here: Any) -> None:
-    """Tell it behind every cell of an engine's shell. The last hook: others may exchange something."""
-    here.events.register("post_run_cell", lambda _result: tell())
-
-
-def tell() -> None:
+def tell(_result: object = None) -> None:
     """Send the present counts if they are new. A request without exchanges sends nothing."""
     global _told
     if (found := progress()) != _told:
