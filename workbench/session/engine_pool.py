@@ -177,7 +177,12 @@ class EnginePool:
         Where engines take long to start, a request that needs only others does not wait for them.
         """
         if self._has_attached and set(self.ranks) <= set(self.live.registered()):
-            self._wait_for_earlier_notebook()
+            # wait for the end of what the earlier notebook has started, however long that takes; an interrupt ends it
+            request = self.live.apply(self.ranks, os.getpid, (), self.tag(self.ranks, label="attach"))
+            outcome = self.follow(request, OutputListener(self.ranks, self.num_engines), label="an earlier cell")
+            if outcome.stop_reason == "interrupt":
+                raise Interrupted.during(outcome)
+            self._has_attached = False
         missing = sorted(set(self.ranks) - set(self.live.registered()))
         if missing and not self._processes.replaces_at_once and not set(missing) & set(targets):
             return
@@ -187,14 +192,6 @@ class EnginePool:
             self._describe_loss(missing)
             self.replace(missing)
         self._processes.record_oom_kills()
-
-    def _wait_for_earlier_notebook(self) -> None:
-        """Wait for the end of what it has started, however long that takes. An interrupt ends it."""
-        request = self.live.apply(self.ranks, os.getpid, (), self.tag(self.ranks, label="attach"))
-        outcome = self.follow(request, OutputListener(self.ranks, self.num_engines), label="an earlier cell")
-        if outcome.stop_reason == "interrupt":
-            raise Interrupted.during(outcome)
-        self._has_attached = False
 
     def send(self, targets: Sequence[int], request: Callable[[Engines], Request]) -> Request:
         """Send a request to engines that are all there. One that ends just then has no address any more."""
