@@ -11,7 +11,7 @@ from torch import nn
 import workbench as wb
 from tests.session.played_engines import PlayedEngines
 from tests.session.test_recovery import train_step
-from workbench.errors import CollectiveAborted, PlacementError, SessionError
+from workbench.errors import CollectiveAborted, EngineStartError, PlacementError, SessionError
 from workbench.session.engine_pool import EnginePool
 from workbench.session.on_engine.recovery import Recovery, _random_states
 from workbench.session.on_engine.resizing import withdraw_from
@@ -212,6 +212,17 @@ def test_ranks_that_alone_have_variables_are_not_given_back(names, lost, then, e
         with pytest.raises(SessionError, match=rf"resize\({then}\): rank {expected[0]}, .*still has .*: x\. .*recover"):
             pool.resize(then)
         assert not pool._engines.killed and pool.num_engines == len(names)
+
+
+def test_engines_that_end_whenever_they_join_are_an_error():
+    """Where memory ran out each time, they were started again without end."""
+    pool, started = played_pool([["x"], None]), []
+    played = pool._engines
+    played.client, played.wait_until_gone, played.assign = None, lambda ranks: None, lambda ranks, ids: None
+    played.start_engines = lambda client, ranks, on_progress: started.append(ranks) or ranks
+    with pytest.raises(EngineStartError, match=r"rank 1 died 5 times in a row .*\(killed\)\. .* free memory"):
+        pool.replace([1])
+    assert started == [[1]] * 5
 
 
 @pytest.mark.parametrize("lost", [[0], [0, 1]])

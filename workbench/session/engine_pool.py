@@ -30,7 +30,7 @@ from workbench.session.processes.rendezvous_address import (
     rendezvous_store,
 )
 from workbench.session.ranks import describe_ranks
-from workbench.session.recovery import Losses, describe_loss, refuse_to_give_back
+from workbench.session.recovery import Losses, describe_loss, describe_repeated_loss, refuse_to_give_back
 from workbench.session.run import Listener, Run
 from workbench.session.unlike_counts import ExchangeCounts
 from workbench.units import counted
@@ -39,6 +39,7 @@ _LEAVE_TIMEOUT_S = 1.0
 _JOIN_TIMEOUT_S = 300.0
 _END_TIMEOUT_S = 3.0
 _STATUS_TIMEOUT_S = 1.0
+_MOST_STARTS = 5  # of engines that end while they join
 _STARTING = "Interrupted while engines were starting."
 
 
@@ -86,8 +87,7 @@ class EnginePool:
             progress.fail()
             raise
         transports = sorted({facts["transport"] for facts in self._facts.values()})
-        engines = counted(self.num_engines, "engine")
-        progress.finish(f"{engines} ready on {self.device} ({', '.join(transports)})")
+        progress.finish(f"{counted(self.num_engines, 'engine')} ready on {self.device} ({', '.join(transports)})")
 
     def attach(self, client: ipp.Client) -> None:
         """Use engines that another notebook has started. They join a new world before the next request."""
@@ -212,19 +212,22 @@ class EnginePool:
     @explained_interrupt(f"{_STARTING} The next cell starts those again that are missing.")
     def replace(self, ranks: Sequence[int]) -> None:
         """Start new engines with the same numbers, also for others that end meanwhile. All ranks join a new world."""
-        progress, lost = StartProgress(len(ranks)), set(ranks)
-        replaced = set(lost)
+        progress, lost, replaced = StartProgress(len(ranks)), set(ranks), set(ranks)
         self._world_is_stale = True  # also if an interrupt comes before the new engines join
-        while lost:
+        for number in range(_MOST_STARTS):
+            if number:
+                self._describe_loss(sorted(lost))
             self.losses.add(lost, self.num_engines, partial(self.ask, operation="names"))
             self._processes.kill(sorted(lost))
             self.live.wait_until_gone(sorted(lost))
             ids = self._processes.start_engines(self.live.client, sorted(lost), progress.engines_up)
             self.live.assign(sorted(lost), ids)
             progress.joining()
-            if lost := self._join_or_find_lost(progress):
-                self._describe_loss(sorted(lost))
+            if not (lost := self._join_or_find_lost(progress)):
+                break
             replaced |= lost
+        else:
+            raise EngineStartError(describe_repeated_loss(sorted(lost), _MOST_STARTS, self._processes.how_ended))
         progress.finish(f"{describe_ranks(replaced)} ready")
 
     def _join_or_find_lost(self, listener: Listener) -> set[int]:
@@ -313,8 +316,7 @@ class EnginePool:
 
     def tag(self, targets: Iterable[int], wants_values: bool = False, label: str = "") -> protocol.CellTag:
         """The tag of the next request to these ranks."""
-        num_targets = len(tuple(targets))
-        return protocol.CellTag(protocol.next_run(), num_targets == self.num_engines, wants_values, label)
+        return protocol.CellTag(protocol.next_run(), len(tuple(targets)) == self.num_engines, wants_values, label)
 
     def leave(self) -> None:
         """Disconnect from the engines, which go on running."""

@@ -77,6 +77,16 @@ def describe_loss(ranks: Sequence[int], how: str, names: Sequence[str] | None, a
     return f"{what}; lost: {_listed(names)}. To bring them back: {COMMAND}"
 
 
+def describe_repeated_loss(ranks: Sequence[int], num_starts: int, how: Callable[[int], str]) -> str:
+    """An error about engines that have ended whenever they were started; ``how`` is how one of a rank has ended."""
+    ways = "; ".join(dict.fromkeys(map(how, ranks)))
+    return (
+        f"{describe_ranks(ranks)} died {num_starts} times in a row while joining the other ranks ({ways}). The next "
+        f"cell or run starts {'it' if len(ranks) == 1 else 'them'} again: free memory on the host before, or begin "
+        f"with fewer engines (%workbench stop, then start)."
+    )
+
+
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return f"{', '.join(names[:_MAX_NAMES])}{more}"
