@@ -28,7 +28,7 @@ from workbench.session.on_engine.shell import shell
 from workbench.tensors.boxing.box import box
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.object_collectives import all_gather_object
-from workbench.tensors.reached_objects import PLAIN_VALUES, is_of_others
+from workbench.tensors.reached_objects import OF_TORCH, PLAIN_VALUES, is_of_others
 from workbench.tensors.world import World, current
 from workbench.training.gradients.stale_optimizer import optimizers_of
 from workbench.training.parallel import place
@@ -110,8 +110,8 @@ def _beyond(value: Any, num_ranks: int) -> list[GlobalTensor]:
 
 
 def _inside(value: Any) -> Iterator[nn.Module | GlobalTensor]:
-    """The modules and global tensors in a value, in lists, dictionaries and objects, in one order on all ranks: not
-    those in a set, which has another order on each.
+    """The modules and global tensors in a value, in lists, dictionaries, objects and attributes of modules, in one
+    order on all ranks: not those in a set, which has another order on each.
     """
     waiting, seen = [value], set[int]()
     while waiting:
@@ -121,6 +121,9 @@ def _inside(value: Any) -> Iterator[nn.Module | GlobalTensor]:
         seen.add(id(one))
         if isinstance(one, nn.Module | GlobalTensor):
             yield one
+            parts = one.modules() if isinstance(one, nn.Module) else ()
+            own = [each for part in parts for name, each in vars(part).items() if name not in OF_TORCH]
+            waiting += reversed(own)
         elif isinstance(one, dict):
             waiting += reversed([*one.values()])
         elif isinstance(one, list | tuple | deque):
