@@ -221,14 +221,26 @@ class LabPage:
 
     def wait_for_points(self, name: str, more_than: int = 0) -> None:
         """Wait until there are more points than so many, with the view in sight: what nobody sees is not drawn."""
+        self._wait_for_figure(POINTS, name, more_than)
+
+    @property
+    def drawn_step(self) -> int:
+        """The last step in the live figure's curve of losses. Its points become fewer in a long run."""
+        return int(self.page.evaluate(LAST_STEP, "this run"))
+
+    def wait_for_drawn_step(self, later_than: int) -> None:
+        """Wait until the curve of losses reaches a later step, with the view in sight."""
+        self._wait_for_figure(LAST_STEP, "this run", later_than)
+
+    def _wait_for_figure(self, number: str, name: str, more_than: int) -> None:
         from playwright.sync_api import TimeoutError as TookTooLong
 
         try:
             self.page.locator(".wb-live-view .js-plotly-plot").first.scroll_into_view_if_needed()
-            self.page.wait_for_function(f"([name, least]) => ({POINTS})(name) > least", arg=[name, more_than])
+            self.page.wait_for_function(f"([name, least]) => ({number})(name) > least", arg=[name, more_than])
         except TookTooLong:
             raise AssertionError(
-                f"{name}: {self.points(name)} points after {PAGE_TIMEOUT_S} s, wanted more than {more_than}; "
+                f"{name}: {self.page.evaluate(number, name)} after {PAGE_TIMEOUT_S} s, wanted more than {more_than}; "
                 f"the page complained of {self.errors}, its figures: {self.page.evaluate(FIGURES_OF_PAGE)}, "
                 f"the kernel's: {self.ask_kernel(FIGURES_OF_KERNEL)}"
             ) from None
@@ -293,11 +305,11 @@ FADED = """async () => {
     await frame();
 }"""
 
-POINTS = """name => {
+_TRACES = """name => {
     const plots = [...document.querySelectorAll('.wb-live-view .js-plotly-plot')];
-    const traces = plots.flatMap(plot => plot.data ?? []).filter(trace => trace.name?.startsWith(name));
-    return traces.reduce((sum, trace) => sum + (trace.x?.length ?? 0), 0);
-}"""
+    const traces = plots.flatMap(plot => plot.data ?? []).filter(trace => trace.name?.startsWith(name));"""
+POINTS = _TRACES + "return traces.reduce((sum, trace) => sum + (trace.x?.length ?? 0), 0); }"
+LAST_STEP = _TRACES + "return Math.max(0, ...traces.map(trace => trace.x?.at(-1) ?? 0)); }"
 
 FIGURES_OF_KERNEL = """
 import ipywidgets

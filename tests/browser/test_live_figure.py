@@ -24,13 +24,15 @@ with widget.drawing() as figure:
     show_loss_scale(figure, True)
 """
 PLOTLY_WAITS = """() => {
+    delete globalThis.workbenchPlotly;
     const released = new Promise(resolve => { globalThis.releasePlotly = resolve; });
     globalThis.plotlyWaits = released.then(() => new Promise(resolve => setTimeout(resolve, 3000)));
     const make = URL.createObjectURL;
     URL.createObjectURL = blob => make(
         blob.size < 1e6 ? blob : new Blob(["await globalThis.plotlyWaits;\\n", blob], {type: blob.type}));
 }"""
-"""From now on a large module takes three seconds from ``releasePlotly()``: anywidget gives up one that takes two."""
+"""From now on a large module takes three seconds from ``releasePlotly()``: anywidget gives up one that takes two.
+The page forgets the plotly that a test of another file may have loaded into it."""
 
 
 @pytest.fixture(scope="module")

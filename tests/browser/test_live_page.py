@@ -15,10 +15,11 @@ NOTEBOOK = "live-page.ipynb"
 START = "%load_ext workbench\n%workbench start --engines 4"
 MACHINE = "import workbench as wb\nmachine = wb.planner.calibrate(wb.Session.current())"
 PANEL = """
-panel = wb.Panel(wb.Session.current(), make_mlp, digits(), cross_entropy, hardware=machine, batch_size=128, steps=1000,
-                 strategy="hybrid")
+panel = wb.Panel(wb.Session.current(), make_mlp, digits(), cross_entropy, hardware=machine, batch_size=128,
+                 steps=100_000, strategy="hybrid")
 panel
 """
+"""Its run goes on until it is stopped."""
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +46,11 @@ def test_a_run_can_be_read_while_it_goes_on(opened: LabPage) -> None:
     opened.open_tab("live")
     assert opened.unreadable() == []
     opened.open_tab("strategy")
-    held = opened.points("this run")
+    held = opened.drawn_step
     opened.button("pipeline").click()
     opened.button("Apply").click()
     opened.wait_for_state("running")
-    opened.wait_for_points("this run", held + 30)
+    opened.wait_for_drawn_step(held + 30)
     assert opened.unreadable() == []
     opened.page.set_viewport_size({"width": 800, "height": 1400})
     opened.page.wait_for_function(AS_WIDE_AS_ITS_VIEW)

@@ -65,12 +65,12 @@ def test_a_run_goes_on_and_is_followed_after_a_reload(opened: LabPage) -> None:
     opened.run_button.click()
     opened.wait_for_step(10)
     opened.wait_for_points("this run", 9)
-    before = opened.points("this run")
+    before = opened.drawn_step
     strategy = opened.strategy
     opened.reload()
     opened.wait_for_state("running")
-    opened.wait_for_points("this run", before - 1)
-    opened.wait_for_points("this run", opened.points("this run") + 10)
+    opened.wait_for_drawn_step(before - 1)
+    opened.wait_for_drawn_step(opened.drawn_step + 10)
     opened.wait_for_points("forward, measured", 1)
     opened.wait_for_text(strategy)
     opened.button("Pause").click()

@@ -26,7 +26,7 @@ def slow_loss(output, target):
     time.sleep(0.01)
     return cross_entropy(output, target)
 ---
-panel = wb.Panel(wb.Session.current(), make_mlp, digits(), slow_loss, strategy="data", batch_size=128, steps=1000)
+panel = wb.Panel(wb.Session.current(), make_mlp, digits(), slow_loss, strategy="data", batch_size=128, steps=100_000)
 panel
 ---
 wb.LiveView()
@@ -47,6 +47,7 @@ wb.Panel(wb.Session.current(), make_mlp, digits(), broken_loss, strategy="data",
 %workbench profile
 """
 CELLS = _SOURCE.split("---\n")
+"""The panel's run goes on until it is stopped."""
 RUN_BUTTON = ".wb-panel button.wb-primary"
 LAST_STEP = "print(panel._runs_section.live.history.last_step)"
 
@@ -89,13 +90,13 @@ def test_run_change_the_strategy_go_on_and_stop(opened: Any) -> None:
     opened.wait_for_state("paused")
     steps = {opened.ask_kernel(LAST_STEP) for _ in range(50)}
     assert len(steps) == 1, "nothing happens while it is paused"
-    held = opened.points("this run")
+    held = opened.drawn_step
     opened.button("model").click()
     opened.button("Apply").click()
     opened.wait_for_state("running")
-    opened.wait_for_points("this run", held + 3)
+    opened.wait_for_drawn_step(held + 3)
     assert lines_at_changes(page) == 2
-    opened.wait_for_points("this run", held + 30)
+    opened.wait_for_drawn_step(held + 30)
 
     opened.button("Pause").click()
     opened.wait_for_state("paused")
