@@ -10,8 +10,10 @@ from tests.ui.models import linear
 from workbench.core.layer_extents import LayerExtents
 from workbench.core.rows import Layer, Row
 from workbench.ui.grid.view import Facts, grid_view
+from workbench.ui.planning.predictor import Predictor
 from workbench.ui.strategy.grouping import walk
 from workbench.ui.strategy.state import PanelState
+from workbench.ui.strategy_editor import StrategyEditor
 
 
 def scaled(num_blocks: int) -> list[Layer]:
@@ -56,6 +58,19 @@ def test_a_search_finds_own_parameters_alone():
     assert own.label == "blocks.1 (own)" and own.layers == (3,)
     state.set_parallel([own.identity], "model")
     assert [choice.parallel for choice in state.choices] == ["data"] * 3 + ["model", "data", "data", "data"]
+
+
+def test_the_planner_prices_no_layers_below_own_parameters(monkeypatch: pytest.MonkeyPatch):
+    layers = [Layer("stem", "Scaled", {"scale": (8, 8)}, 64), linear("stem.fc", 8, 8), *scaled(4)]
+    facts = Facts(8, [LayerExtents()] * len(layers))
+    part = StrategyEditor(layers, 2, None, facts, Predictor(None, 8), title="", on_run=lambda: None)
+    asked: list[str] = []
+    monkeypatch.setattr(part.planner, "show", lambda strategy, num_ranks, layer: asked.append(layer))
+    part._on_event({"event": "fold", "rows": ["blocks.[0-3]"]})
+    shown = {row.node.label: row.node for row in part.state.rows}
+    for label in ("stem", "stem.fc", "(own)", "fc", "head"):
+        part._on_event({"event": "select", "rows": [shown[label].identity]})
+    assert asked == ["", "stem.fc", "", "blocks.[0-3].fc", "head"]
 
 
 @pytest.mark.sampled(5)

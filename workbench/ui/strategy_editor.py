@@ -14,7 +14,7 @@ from workbench.core.layer_extents import of_linear_layers, traced
 from workbench.core.layer_plan import LayerPlan
 from workbench.core.model_costs import ModelCosts
 from workbench.core.presets import StrategyLike
-from workbench.core.rows import Layer
+from workbench.core.rows import Layer, Row
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate, SentBytes
 from workbench.cost.hardware import Hardware
@@ -287,9 +287,14 @@ class StrategyEditor:
         return self.planner.html(self.state.strategy, self.state.num_ranks, self._selected_layer())
 
     def _selected_layer(self) -> str:
-        """The pattern of the selected row; empty for a block of different layers, and if no row is selected."""
+        """The pattern of the selected row; empty for a block of different layers, for own parameters where its pattern
+        covers the layers below, too, and if no row is selected.
+        """
         row = next((row for row in self.state.rows if row.node.identity == self._selected), None)
-        return "" if row is None or row.node.children else row.node.pattern
+        if row is None or row.node.children:
+            return ""
+        num_covered = sum(Row(row.node.pattern).matches(layer.name) for layer in self.state.layers)
+        return row.node.pattern if num_covered == len(row.node.layers) else ""
 
     def _show_measure(self) -> None:
         """Show the button while it can do something."""
