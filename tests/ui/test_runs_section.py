@@ -136,6 +136,28 @@ def test_after_a_refused_change_the_old_strategy_is_the_one_that_is_kept(
     finish(part, trainer)
 
 
+def test_a_strategy_that_is_applied_and_not_reported_yet_is_the_one_that_is_kept(
+    trainer: FakeTrainer, editor: FakeEditor, monkeypatch: pytest.MonkeyPatch
+):
+    opened: list[str] = []
+    part = RunsSection(trainer, 3, PanelCallbacks(editor.wanted, opened=opened.append))
+    part.run()
+    run = trainer.runs[0]
+    monkeypatch.setattr(run, "change", lambda *_: None)
+    part.change()
+    editor.strategy, editor.label = Strategy("*: model"), "model"
+    part.apply()
+    part.change()
+    part.keep()
+    assert opened == ["*: model"], "the run goes on under it"
+    run.waiting.append(RunEvent("refused", 1, "too few heads"))
+    wait_until(lambda: any("too few heads" in line.text for line in part.live.log.lines))
+    part.change()
+    part.keep()
+    assert opened[1:] == ["*: data"]
+    finish(part, trainer)
+
+
 def test_without_a_run_there_is_nothing_to_change(part: RunsSection):
     part.pause()
     part.change()

@@ -70,7 +70,8 @@ class RunsSection:
         self._run: Run | None = None
         self._names: dict[str, str] = {}
         self._estimates: dict[str, Any] = {}  # of applied strategies, by their text
-        self._text = self._profiled = ""  # the strategy that the engines train; the name of the profiled one
+        self._text = self._asked = ""  # the strategy that the engines train; the last one that they were asked for
+        self._profiled = ""  # the name of the profiled strategy
         self.is_changing = self._is_stopping = self.is_paused = False
         self.error: BaseException | None = None
         self._end_shown = guarded(self._show_end)
@@ -137,7 +138,7 @@ class RunsSection:
             (number,) = seeds_of(self._trainer.seed if seed is None else seed, 1)
             label = name or (f"{label}, compiled" if self._trainer.compiles else label)
             name = self._free_name(with_seed(label, number, self._trainer.seed))
-            self._text = str(strategy)
+            self._text, self._asked = str(strategy), ""
             self._names = {self._text: name}
             self.is_paused = self.is_changing = self._is_stopping = False
             self.error = None
@@ -210,16 +211,18 @@ class RunsSection:
         if self._poller is None:
             raise RuntimeError("panel.apply(): no run is going on whose strategy could change. Start one: panel.run().")
         strategy, label = self._callbacks.wanted()
-        self._names[str(strategy)] = label
-        self._estimates[str(strategy)] = estimate = self._callbacks.estimate()
+        text = str(strategy)
+        self._names[text] = label
+        self._estimates[text] = estimate = self._callbacks.estimate()
         self._poller.run.change(strategy, label, predictions(estimate))
+        self._asked = text
         self.is_paused = True  # a run that is not paused ignores it
         self.resume()
         self._callbacks.changed()
 
     def keep(self) -> None:
-        """Continue under the run's present strategy, which the strategy editor shows again."""
-        self._callbacks.opened(self._text)
+        """Continue under the run's strategy, or the one that it was asked for and has not reported yet, and show it."""
+        self._callbacks.opened(self._asked or self._text)
         self.resume()
         self._callbacks.changed()
 
@@ -252,6 +255,8 @@ class RunsSection:
                 elif isinstance(message, RunEvent) and message.kind == "strategy":
                     self._text = message.text
                     self._expect(self._estimates.get(message.text), Strategy(message.text))
+                elif isinstance(message, RunEvent) and message.kind == "refused":
+                    self._asked = ""
                 elif isinstance(message, RunEvent) and message.kind == "profiling":
                     self._profiled = self._names.get(self._text, self._text)
             if self._run is not None and self._run.one_device_losses is not None:
@@ -340,14 +345,10 @@ class RunsSection:
     def _expect(self, estimate: Any, strategy: Strategy) -> None:
         """Show the prediction, and the stage of each rank."""
         resolved = strategy.resolve(self._trainer.layers, self._trainer.num_ranks)
-        places = [(0, 0)] * self._trainer.num_ranks
-        for stage in range(resolved.degrees[0]):
+        places, peaks = [(0, 0)] * self._trainer.num_ranks, [0.0] * self._trainer.num_ranks
+        for stage, kinds in enumerate(estimate.memory if estimate is not None else [{}] * resolved.degrees[0]):
             for position, rank in enumerate(resolved.stage_ranks(stage)):
-                places[rank] = (stage, position)
-        peaks = [0.0] * self._trainer.num_ranks
-        for stage, kinds in enumerate(estimate.memory if estimate is not None else ()):
-            for rank in resolved.stage_ranks(stage % resolved.degrees[0]):
-                peaks[rank] = max(peaks[rank], sum(kinds.values()))
+                places[rank], peaks[rank] = (stage, position), sum(kinds.values())
         self.live.expect(estimate, peaks if estimate is not None else (), places, self._callbacks.limit())
 
     def _free_name(self, label: str) -> str:
