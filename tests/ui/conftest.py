@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -65,15 +65,9 @@ def runs() -> list[RunRecord]:
 def trainer(monkeypatch: pytest.MonkeyPatch) -> FakeTrainer:
     """Describes a model of two layers and starts runs that report what a test wants; their ends are seen at once."""
     from tests.ui.reports import FakeTrainer
-    from workbench.ui.live.poller import Poller
+    from workbench.ui.live import poller
 
-    begin = Poller.__init__
-
-    def begin_quickly(poller: Poller, *args: Any, **options: Any) -> None:
-        begin(poller, *args, **options)
-        poller._interval_s = 0.01
-
-    monkeypatch.setattr(Poller, "__init__", begin_quickly)
+    monkeypatch.setattr(poller, "_INTERVAL_S", 0.01)
     return FakeTrainer()
 
 

@@ -27,9 +27,3 @@ def test_long_curves_keep_their_spikes(num_points: int):
 def test_points_without_a_value_are_left_out():
     x, y = decimate(np.arange(3), np.array([1.0, np.nan, 3.0]))
     assert list(x) == [0, 2] and list(y) == [1.0, 3.0]
-
-
-@pytest.mark.parametrize("max_points", [0, 1, 7])
-def test_an_odd_number_of_points_is_refused(max_points: int):
-    with pytest.raises(ValueError, match=f"max_points={max_points}.*even number"):
-        decimate(np.arange(3), np.arange(3), max_points)

@@ -117,10 +117,9 @@ def test_a_near_limit_is_a_line_and_a_far_one_a_number():
 
 def test_axes_grow_with_the_run():
     figure = live_figure.empty_figure(2, 1000)
-    assert figure.layout.xaxis.range[1] == 20 and not live_figure.show_steps(figure, 15, 1000)
-    assert live_figure.show_steps(figure, 222, 1000)
-    assert figure.layout.xaxis.range[1] == figure.layout.xaxis2.range[1] == 300
-    assert live_figure.show_steps(figure, 999, 1000) and figure.layout.xaxis.range[1] == 1000
+    for last_step, end in ((15, 20), (222, 300), (999, 1000)):
+        live_figure.show_steps(figure, last_step, 1000)
+        assert figure.layout.xaxis.range[1] == figure.layout.xaxis2.range[1] == end
 
 
 def test_a_prediction_is_dashed_from_where_it_was_made():

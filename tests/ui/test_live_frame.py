@@ -34,22 +34,26 @@ def test_frames_fit_and_are_neither_too_wide_nor_too_narrow():
 
 def test_a_narrow_page_gets_two_rows_of_panes_and_loses_nothing():
     view = RunView(2)
+
+    def marks() -> list[str]:
+        layout = view.shown.figure.layout
+        return sorted(str(each.name) for kind in ("shapes", "annotations") for each in layout[kind])
+
     view.begin("data", "*: data", 10)
     view.add([block(0, (2.0, 1.0), memory=MEMORY), spans(0), spans(1), RunEvent("strategy", 1, "*: model")])
-    show_expected(view.figure, 10, 500.0)
+    show_expected(view.shown.figure, 10, 500.0)
     view.expect(None, places=((0, 0), (0, 1)), limit=(5e6, ""))
     view.draw(everything=True)
-    before = {trace.name: len(trace.x) for trace in view.figure.data}
-    marks = sorted(str(each.name) for kind in ("shapes", "annotations") for each in view.figure.layout[kind])
+    before, marks_before = {trace.name: len(trace.x) for trace in view.shown.figure.data}, marks()
     view.link._receive(None, {"event": "width", "value": 847}, None)
-    assert view.figure.layout.width == 840 and "wb-narrow" in view.box._dom_classes
-    assert {trace.name: len(trace.x) for trace in view.figure.data} == before and before["predicted"] == 2
-    assert sorted(str(each.name) for kind in ("shapes", "annotations") for each in view.figure.layout[kind]) == marks
+    assert view.shown.figure.layout.width == 840 and "wb-narrow" in view.box._dom_classes
+    assert {trace.name: len(trace.x) for trace in view.shown.figure.data} == before and before["predicted"] == 2
+    assert marks() == marks_before
     view.link._receive(None, {"event": "width", "value": 1300}, None)
-    assert view.figure.layout.width == 1296 and "wb-narrow" not in view.box._dom_classes
+    assert view.shown.figure.layout.width == 1296 and "wb-narrow" not in view.box._dom_classes
     view.fit(700)
     view.begin("model", "*: model", 10)
-    assert view.figure.layout.width == 696, "the next run, too"
+    assert view.shown.figure.layout.width == 696, "the next run, too"
 
 
 def test_a_view_of_own_loops_knows_the_width_before_a_loop_begins():
@@ -64,4 +68,4 @@ def test_a_view_of_own_loops_knows_the_width_before_a_loop_begins():
         None, {"event": "width", "value": 847}, None
     )
     view.on_message(0, block(0, (2.0,), num_steps=0))
-    assert view.live.figure.layout.width == 840
+    assert view.live.shown.figure.layout.width == 840

@@ -30,7 +30,7 @@ def test_loops_are_shown_one_after_the_other():
     (hear,) = session.listeners
     hear(-1, RunEvent("ended", 0))
     hear(0, {"something": "else"})
-    assert view.live.figure is None, "nothing to show yet"
+    assert view.live.shown is None, "nothing to show yet"
     hear(0, block(0, (2.0, 1.5), num_steps=0))
     hear(0, block(2, (1.25,), num_steps=0))
     hear(-1, RunEvent("ended", 0))

@@ -70,7 +70,7 @@ def test_a_run_shows_what_memory_the_machine_of_predictions_has(trainer: FakeTra
     panel = Panel(None, make_mlp, None, None, steps=3, trainer=trainer, keep=False, hardware=machine)
     panel.run()
     finish(panel, trainer)
-    limits = [note.text for note in panel._runs_section.live.figure.layout.annotations if note.name == "limit"]
+    limits = [note.text for note in panel._runs_section.live.shown.figure.layout.annotations if note.name == "limit"]
     assert limits == [f"h200: {format_bytes(machine.memory_bytes)} \u2192"]
 
 
@@ -236,9 +236,9 @@ def test_figures_follow_the_page_s_theme(panel: Panel, trainer: FakeTrainer):
     say(panel, event="theme", value="dark")
     panel.run()
     finish(panel, trainer)
-    assert panel._runs_section.live.figure.layout.font.color == DARK.ink
+    assert panel._runs_section.live.shown.figure.layout.font.color == DARK.ink
     say(panel, event="theme", value="light")
-    assert panel._runs_section.live.figure.layout.font.color != DARK.ink
+    assert panel._runs_section.live.shown.figure.layout.font.color != DARK.ink
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def test_a_broken_view_ends_the_poller_with_its_error():
 
 def test_the_poller_asks_at_most_ten_times_a_second():
     started = time.monotonic()
-    poller = Poller(Polled(4), lambda messages: None, lambda record, error: None, interval_s=0.001)
+    poller = Poller(Polled(4), lambda messages: None, lambda record, error: None)
     poller.start()
     assert poller.join(WAIT_TIMEOUT_S)
     assert time.monotonic() - started >= 0.25

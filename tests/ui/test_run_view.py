@@ -40,7 +40,7 @@ def test_a_view_shows_state_progress_and_log(view: RunView):
         "without what came before"
     )
     assert "data: *: data" in view.log_section.lines.value and "step 2" in view.log_section.lines.value
-    assert len(trace(view.figure, "forward, measured").x) == 2
+    assert len(trace(view.shown.figure, "forward, measured").x) == 2
 
 
 def test_updates_come_at_most_ten_times_a_second_and_slow_parts_less_often(view: RunView):
@@ -64,9 +64,9 @@ def test_nothing_is_drawn_while_nobody_looks_and_all_of_it_once_somebody_does(vi
     view.link._receive(None, {"event": "visible", "value": False}, None)
     view.tick(1)
     view.add([block(0, (2.0, 1.5), memory=MEMORY)])
-    assert len(trace(view.figure, "throughput, newest").x) == 0
+    assert len(trace(view.shown.figure, "throughput, newest").x) == 0
     view.link._receive(None, {"event": "visible", "value": True}, None)
-    assert len(trace(view.figure, "throughput, newest").x) == 2
+    assert len(trace(view.shown.figure, "throughput, newest").x) == 2
 
 
 def test_a_view_is_seen_while_any_of_its_places_is(view: RunView):
@@ -74,11 +74,11 @@ def test_a_view_is_seen_while_any_of_its_places_is(view: RunView):
         view.link._receive(None, {"event": "visible", "value": seen, "view": place}, None)
     view.tick(1)
     view.add([block(0, (2.0, 1.5), memory=MEMORY)])
-    assert len(trace(view.figure, "throughput, newest").x) == 2
+    assert len(trace(view.shown.figure, "throughput, newest").x) == 2
     view.link._receive(None, {"event": "visible", "value": False, "view": "other"}, None)
     view.tick(1)
     view.add([block(2, (1.0,), memory=MEMORY)])
-    assert len(trace(view.figure, "throughput, newest").x) == 2
+    assert len(trace(view.shown.figure, "throughput, newest").x) == 2
 
 
 def test_a_page_that_comes_later_gets_the_figure_as_it_is(view: RunView):
@@ -95,7 +95,7 @@ def test_what_has_ended_stays_as_its_end_was_drawn(view: RunView):
     view.finish(make_record("data"))
     for seen in (False, True):
         view.link._receive(None, {"event": "visible", "value": seen}, None)
-    assert "samples/s, median" in titles(view.figure)[0]
+    assert "samples/s, median" in titles(view.shown.figure)[0]
 
 
 def test_what_is_sent_is_plain_json(view: RunView):
@@ -103,7 +103,7 @@ def test_what_is_sent_is_plain_json(view: RunView):
     view.add([block(0, (2.0,), memory=MEMORY), spans(0), spans(1)])
     description = ["outline", *(f"trace_{index}" for index in range(view.shown.num_traces))]
     json.dumps(view.shown.get_state(description), allow_nan=False)
-    assert list(view.figure.layout.xaxis3.range) == [0, 6]
+    assert list(view.shown.figure.layout.xaxis3.range) == [0, 6]
 
 
 def test_a_page_that_cannot_keep_up_is_not_flooded(view: RunView):
@@ -115,18 +115,19 @@ def test_a_page_that_cannot_keep_up_is_not_flooded(view: RunView):
     assert [message["event"] for message in sent] == ["ping"]
     view.tick(1)
     view.add([block(1)])
-    assert len(trace(view.figure, "throughput, newest").x) == 1, "it has not answered yet"
+    assert len(trace(view.shown.figure, "throughput, newest").x) == 1, "it has not answered yet"
     view.link._receive(None, {"event": "pong", "value": 1}, None)
     view.add([block(2)])
-    assert len(trace(view.figure, "throughput, newest").x) == 3
+    assert len(trace(view.shown.figure, "throughput, newest").x) == 3
     view.tick(6)
     view.add([block(3)])
-    assert len(trace(view.figure, "throughput, newest").x) == 4, "after five seconds nobody waits for it"
+    assert len(trace(view.shown.figure, "throughput, newest").x) == 4, "after five seconds nobody waits for it"
 
 
 def test_a_change_draws_a_line_and_names_the_strategy(view: RunView):
     view.add([block(0, (2.0,)), RunEvent("strategy", 1, "*: model", 0.2, 0)], {"*: model": "model"}.__getitem__)
-    assert view.figure.layout.shapes[0].x0 == 2 and view.figure.layout.annotations[-1].text == "data \u2192 model"
+    layout = view.shown.figure.layout
+    assert layout.shapes[0].x0 == 2 and layout.annotations[-1].text == "data \u2192 model"
     assert "data \u2192 model" in view.log.lines[-1].text
     assert "data \u2192 model" in view.title.value and "*: model" in view.title.value
 
@@ -134,24 +135,24 @@ def test_a_change_draws_a_line_and_names_the_strategy(view: RunView):
 def test_names_that_are_texts_have_room_beside_the_change(view: RunView):
     text = "fc1: data; fc2: model; fc3: model; head: data | 1x1x2"
     view.add([block(0, (2.0,)), RunEvent("strategy", 1, text, 0.2, 0)])
-    assert view.figure.layout.annotations[-1].text == "data \u2192 fc1: dat\u2026| 1x1x2"
+    assert view.shown.figure.layout.annotations[-1].text == "data \u2192 fc1: dat\u2026| 1x1x2"
     assert view.title.value.count(text) == 1, "the title has all of it, once"
 
 
 def test_names_in_the_figure_are_text(view: RunView):
     view.expect(None, limit=(3e6, "<own>"))
     view.add([block(0, (2.0,), memory=MEMORY), RunEvent("strategy", 1, "*: model")], lambda text: "<b>")
-    notes = [note.text for note in view.figure.layout.annotations]
+    notes = [note.text for note in view.shown.figure.layout.annotations]
     assert "data \u2192 &lt;b&gt;" in notes and "&lt;own&gt;: 3.00 MB" in notes
 
 
 def test_a_pause_stops_the_clock(view: RunView):
     view.tick(1)
     view.add([block(0, (2.0,)), RunEvent("paused", 1)])
-    assert "paused" in view.status.state.value and len(marks(view.figure, "annotations", "pause")) == 2
+    assert "paused" in view.status.state.value and len(marks(view.shown.figure, "annotations", "pause")) == 2
     view.tick(50)
     view.add([RunEvent("running", 1)])
-    assert not marks(view.figure, "annotations", "pause")
+    assert not marks(view.shown.figure, "annotations", "pause")
     view.tick(1)
     view.add([block(1, (2.0,))])
     assert "1.20 s so far" in view.status.elapsed.value and "running" in view.status.state.value
@@ -186,27 +187,27 @@ def test_the_rate_of_one_device_does_not_take_a_short_batch_for_all(view: RunVie
 def test_the_end_shows_the_record(view: RunView):
     view.add([block(0, (2.0,))])
     view.finish(make_record("data"))
-    assert "stopped" in view.status.state.value and len(trace(view.figure, "throughput").x) == 3
-    assert "5\u202f000 samples/s, median" in titles(view.figure)[0]
+    assert "stopped" in view.status.state.value and len(trace(view.shown.figure, "throughput").x) == 3
+    assert "5\u202f000 samples/s, median" in titles(view.shown.figure)[0]
 
 
 def test_one_step_is_a_marker(view: RunView):
     lines = "throughput, newest", "median, newest", "this run, newest", "1 device"
     view.show_one_device([2.0])
     view.add([block(0, (2.0,))])
-    assert {trace(view.figure, name).mode for name in lines} == {"lines+markers"}
+    assert {trace(view.shown.figure, name).mode for name in lines} == {"lines+markers"}
     view.show_one_device([2.0, 1.0])
     view.tick(1)
     view.add([block(1, (1.0,))])
-    assert {trace(view.figure, name).mode for name in lines} == {"lines"}
+    assert {trace(view.shown.figure, name).mode for name in lines} == {"lines"}
     view.finish(make_record("data", losses=(2.0,), step_times_s=(0.1,)))
-    assert trace(view.figure, "this run").mode == trace(view.figure, "throughput").mode == "lines+markers"
+    assert trace(view.shown.figure, "this run").mode == trace(view.shown.figure, "throughput").mode == "lines+markers"
 
 
 def test_the_throughput_of_short_batches_is_that_of_their_samples(view: RunView):
     view.add([block(0, (2.0,))])
     view.finish(make_record("data", samples=(100, 100, 5)))
-    assert trace(view.figure, "throughput").y.tolist() == [10_000, 5000, 200]
+    assert trace(view.shown.figure, "throughput").y.tolist() == [10_000, 5000, 200]
 
 
 def test_what_was_stopped_has_no_time_left(view: RunView):
@@ -229,7 +230,7 @@ def test_the_state_is_shown_while_only_the_bar_is_in_sight(view: RunView):
     outside.link._receive(None, {"event": "visible", "value": False}, None)
     outside.add([block(0, (2.0,))])
     assert "step 1 of 10" in outside.status.state.value and outside.status.progress.value == 1
-    assert len(trace(outside.figure, "throughput, newest").x) == 0, "its tab is closed"
+    assert len(trace(outside.shown.figure, "throughput, newest").x) == 0, "its tab is closed"
     outside.see_status(False)
     outside._drawn_s["progress"] = 0.0
     outside.add([block(1, (2.0,))])
@@ -241,7 +242,7 @@ def test_the_state_is_shown_while_only_the_bar_is_in_sight(view: RunView):
 
 def test_predicted_is_in_the_legend_only_where_something_is(view: RunView):
     def legend() -> str:
-        return view.figure.layout.annotations[figure_layout.RATE_LEGEND].text
+        return view.shown.figure.layout.annotations[figure_layout.RATE_LEGEND].text
 
     assert "median of 1 s" in legend() and "predicted" not in legend()
     view.expect(None)
@@ -256,7 +257,7 @@ def test_predicted_is_in_the_legend_only_where_something_is(view: RunView):
 
 def test_one_device_is_in_the_legend_only_where_it_was_trained(view: RunView):
     def legend() -> str:
-        return view.figure.layout.annotations[figure_layout.LOSS_LEGEND].text
+        return view.shown.figure.layout.annotations[figure_layout.LOSS_LEGEND].text
 
     assert "this run" in legend() and "1 device" not in legend()
     view.show_one_device([2.0, 1.5])
@@ -268,14 +269,14 @@ def test_one_device_is_in_the_legend_only_where_it_was_trained(view: RunView):
 
 
 def test_the_loss_can_be_seen_on_a_log_scale(view: RunView):
-    axis = view.figure.layout.yaxis2
+    axis = view.shown.figure.layout.yaxis2
     assert (axis.type, axis.rangemode) == ("linear", "tozero")
     view.log_scale.value = True
-    assert view.figure.layout.yaxis2.type == "log"
+    assert view.shown.figure.layout.yaxis2.type == "log"
     view.begin("model", "*: model", 10)
-    assert view.figure.layout.yaxis2.type == "log", "the next run, too"
+    assert view.shown.figure.layout.yaxis2.type == "log", "the next run, too"
     view.log_scale.value = False
-    assert view.figure.layout.yaxis2.type == "linear"
+    assert view.shown.figure.layout.yaxis2.type == "linear"
 
 
 def test_memory_of_no_kind_is_drawn_up_to_the_peak():
@@ -315,7 +316,7 @@ def test_a_new_run_starts_from_an_empty_figure(view: RunView):
     shown = view.shown
     view.begin("model", "*: model", 50)
     assert view.shown is shown, "one widget, 5 MB, for all runs"
-    figure = view.figure
+    figure = view.shown.figure
     for name in ("throughput, newest", "this run, newest", "1 device"):
         assert len(trace(figure, name).x) == 0
     assert list(figure.layout.xaxis.range) == [0, 20] and len(figure.layout.shapes) == 0
@@ -325,11 +326,11 @@ def test_the_theme_changes_colours_and_nothing_else(view: RunView):
     view.tick(1)
     view.add([block(0, (2.0,), memory=MEMORY), spans(0), spans(1), RunEvent("strategy", 1, "*: model")])
     view.link._receive(None, {"event": "theme", "value": "dark"}, None)
-    assert trace(view.figure, "median").line.color == DARK.ink
-    assert trace(view.figure, "parameters").marker.color == DARK.memory["parameters"]
-    assert not any(LIGHT.muted in title for title in titles(view.figure))
-    assert len(trace(view.figure, "throughput, newest").x) == 1 and len(view.figure.layout.shapes) == 2
-    assert len(trace(view.figure, "forward, measured").x) == 2
+    assert trace(view.shown.figure, "median").line.color == DARK.ink
+    assert trace(view.shown.figure, "parameters").marker.color == DARK.memory["parameters"]
+    assert not any(LIGHT.muted in title for title in titles(view.shown.figure))
+    assert len(trace(view.shown.figure, "throughput, newest").x) == 1 and len(view.shown.figure.layout.shapes) == 2
+    assert len(trace(view.shown.figure, "forward, measured").x) == 2
 
 
 def test_an_unknown_number_of_steps_needs_no_progress_bar():
@@ -344,10 +345,10 @@ def test_one_device_is_seen_while_it_trains_before_the_run(view: RunView):
     view.add_one_device(block(0, (3.0, 2.0), time_s=(0.1,), boxing_s=(0.0,)))
     assert "one device first: <b>step 2 of 10<" in view.status.state.value
     assert "20 %</b> 1\u202f000 samples/s, 800 ms left" in view.status.elapsed.value
-    assert list(trace(view.figure, "1 device").y) == [3.0, 2.0] and view.status.progress.value == 2
+    assert list(trace(view.shown.figure, "1 device").y) == [3.0, 2.0] and view.status.progress.value == 2
     view.tick(1)
     view.add_one_device(block(2, (1.0,), time_s=(0.1,), boxing_s=(0.0,)))
-    assert list(trace(view.figure, "1 device").y) == [3.0, 2.0, 1.0]
+    assert list(trace(view.shown.figure, "1 device").y) == [3.0, 2.0, 1.0]
     view.tick(1)
     view.add([block(0, (3.0,))])
     assert "step 1 of 10" in view.status.state.value and view.status.progress.value == 1
@@ -356,11 +357,11 @@ def test_one_device_is_seen_while_it_trains_before_the_run(view: RunView):
 def test_the_throughput_has_a_median_line(view: RunView):
     view.tick(1)
     view.add([block(0, (2.0,) * 5), block(5, (2.0,), time_s=(0.01, 0.01))])
-    assert max(trace(view.figure, "throughput, newest").y) == 10_000
-    assert list(trace(view.figure, "median, newest").y) == [500] * 6
-    assert "500 samples/s now" in titles(view.figure)[0]
+    assert max(trace(view.shown.figure, "throughput, newest").y) == 10_000
+    assert list(trace(view.shown.figure, "median, newest").y) == [500] * 6
+    assert "500 samples/s now" in titles(view.shown.figure)[0]
     view.end("ended", "last report: step 6")
-    assert "500 samples/s at the end" in titles(view.figure)[0]
+    assert "500 samples/s at the end" in titles(view.shown.figure)[0]
 
 
 def test_other_values_are_curves_below_the_figure(view: RunView):

@@ -93,7 +93,7 @@ def test_another_strategy_and_on_with_the_same_weights(part: RunsSection, traine
     part.apply_button.click()
     assert trainer.runs[0].commands == ["pause", "strategy *: model", "resume"]
     assert not part.is_changing and part.apply_button.layout.display == "none"
-    wait_until(lambda: sum(shape.name == "change" for shape in part.live.figure.layout.shapes) == 2)
+    wait_until(lambda: sum(shape.name == "change" for shape in part.live.shown.figure.layout.shapes) == 2)
     (change,) = part.live.history.changes
     assert (change.before, change.after) == ("data", "model")
     assert trainer.runs[0].later == ("model", {}), "the name of its part of the run, and what is predicted"
@@ -218,7 +218,7 @@ def test_what_was_predicted_goes_with_the_run(trainer: FakeTrainer, editor: Fake
     part.run()
     assert trainer.predicted[0]["step_s"] == 0.5 and trainer.predicted[0]["bubble"] == pytest.approx(0.2)
     finish(part, trainer)
-    drawn = {trace.name: trace for trace in part.live.figure.data}
+    drawn = {trace.name: trace for trace in part.live.shown.figure.data}
     assert list(drawn["predicted"].y) == [200, 200] and list(drawn["predicted peak"].x) == [3000, 1000]  # in kB
     assert predictions(None) == {}
 

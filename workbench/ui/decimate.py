@@ -19,10 +19,6 @@ def decimate(x: np.ndarray, y: np.ndarray, max_points: int = MAX_POINTS) -> tupl
     >>> len(x), int(y.min()), int(y.max())
     (1000, 0, 6)
     """
-    if max_points < 2 or max_points % 2:
-        raise ValueError(
-            f"decimate(max_points={max_points}): two points are kept per bin, so give an even number >= 2."
-        )
     x, y = np.asarray(x), np.asarray(y)
     if np.issubdtype(y.dtype, np.floating):
         known = ~np.isnan(y)

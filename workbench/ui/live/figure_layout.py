@@ -199,11 +199,6 @@ def loss_legend(colours: Palette, has_one_device: bool) -> str:
     )
 
 
-def loss_axis(is_log: bool) -> dict[str, Any]:
-    """The settings of the loss's axis: linear from 0, or logarithmic."""
-    return {"type": "log" if is_log else "linear", "rangemode": "normal" if is_log else "tozero"}
-
-
 def _legends(colours: Palette) -> tuple[str, ...]:
     memory = zip(("param.", "grad.", "optim.", "activ.", "boxing"), colours.memory.values(), strict=True)
     return (

@@ -33,6 +33,7 @@ from workbench.ui.live.figure_traces import OTHER, curve_traces, memory_traces, 
 from workbench.ui.live.history import History, Split, running_medians
 from workbench.ui.live.timeline_bars import KINDS, Bars, TimelineBars
 from workbench.ui.number_text import percent, three_digits
+from workbench.ui.pictures import panel_svg
 from workbench.ui.pictures.svg import text_width
 from workbench.units import byte_scale, format_bytes
 
@@ -70,13 +71,9 @@ def show_curves(
     _entitle(figure, 1, f"{loss:.4g}" if loss is not None else "", colours)
 
 
-def show_steps(figure: go.Figure, last_step: int, num_steps: int) -> bool:
-    """Let the curves' axes reach the last step. Returns whether they grew or shrank."""
-    end = figure_layout.steps_shown(last_step, num_steps)
-    if figure.layout.xaxis.range[1] == end:
-        return False
-    figure.layout.xaxis.range = figure.layout.xaxis2.range = [0, end]
-    return True
+def show_steps(figure: go.Figure, last_step: int, num_steps: int) -> None:
+    """Let the curves' axes reach the last step."""
+    figure.layout.xaxis.range = figure.layout.xaxis2.range = [0, figure_layout.steps_shown(last_step, num_steps)]
 
 
 def show_memory(
@@ -133,7 +130,7 @@ def show_split(figure: go.Figure, split: Sequence[Split], boxed_bytes: int, colo
 def show_timeline(figure: go.Figure, bars: TimelineBars, colours: Palette = LIGHT) -> None:
     """Show one whole step, measured and, thin below, simulated."""
     longest = max(bars.measured_s, bars.simulated_s or 0.0)
-    divisor, unit = _time_scale(longest)
+    divisor, unit = panel_svg.scale_of(longest, panel_svg.SECONDS)
     length = Frame(figure.layout.width).timeline_right - figure_layout.TIMELINE_LEFT
     px_per_s = length / longest if longest else 0.0
     rows = _trace(figure, "idle").y
@@ -181,7 +178,7 @@ def show_legends(figure: go.Figure, colours: Palette = LIGHT) -> None:
 
 def show_loss_scale(figure: go.Figure, is_log: bool) -> None:
     """Let the loss's axis be logarithmic, or linear from 0."""
-    figure.layout.yaxis2.update(figure_layout.loss_axis(is_log))
+    figure.layout.yaxis2.update(type="log" if is_log else "linear", rangemode="normal" if is_log else "tozero")
 
 
 def show_record(figure: go.Figure, record: RunRecord, colours: Palette = LIGHT) -> None:
@@ -214,10 +211,6 @@ def _set_bars(trace: Any, bars: Bars, place: Any, divisor: float, px_per_s: floa
     trace.customdata = bars.tips
     wide = [length * px_per_s >= _LEAST_LABEL_PX for length in bars.length_s]
     trace.text = [label if fits else "" for label, fits in zip(bars.labels, wide, strict=True)]
-
-
-def _time_scale(longest_s: float) -> tuple[float, str]:
-    return (1.0, "s") if longest_s >= 1 else (1e-3, "ms") if longest_s >= 1e-3 else (1e-6, "\u00b5s")
 
 
 def _entitle(figure: go.Figure, index: int, detail: str, colours: Palette, name: str | None = None) -> None:

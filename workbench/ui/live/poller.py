@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -10,6 +11,8 @@ from typing import Protocol
 from workbench.core.metrics import RunRecord
 from workbench.core.strategy import Strategy
 from workbench.ui.page_restore import as_request
+
+_INTERVAL_S = 0.1
 
 
 class Run(Protocol):
@@ -51,7 +54,7 @@ class Run(Protocol):
 
 
 class Poller:
-    """Polls ``run`` every ``interval_s`` seconds (at most 10 times a second) until it is done.
+    """Polls ``run`` at most 10 times a second until it is done.
 
     ``on_metrics`` gets the new messages. ``on_trained`` is called after the last step, before ``run.result()``, which
     may compare the run with one device. ``on_end`` is called once, with the record or the error. All three run in the
@@ -64,14 +67,12 @@ class Poller:
         run: Run,
         on_metrics: Callable[[Sequence[object]], None],
         on_end: Callable[[RunRecord | None, BaseException | None], None],
-        interval_s: float = 0.1,
         on_trained: Callable[[], None] = lambda: None,
     ) -> None:
         self.run = run
         self._on_metrics = on_metrics
         self._on_end = on_end
         self._on_trained = on_trained
-        self._interval_s = max(interval_s, 0.1)
         self._thread = threading.Thread(target=as_request(self._loop), name="workbench-poller", daemon=True)
         self._ended = threading.Event()
 
@@ -91,10 +92,9 @@ class Poller:
         return done
 
     def _loop(self) -> None:
-        pause = threading.Event()
         try:
             while not self.tick():
-                pause.wait(self._interval_s)
+                time.sleep(_INTERVAL_S)
             self._on_trained()
             self._finish(self.run.result(), None)
         except BaseException as error:  # noqa: BLE001 - the error is passed on, never lost in a thread

@@ -115,11 +115,6 @@ class RunView:
         """The reports of the current run."""
         return self.log_section.log
 
-    @property
-    def figure(self) -> go.Figure | None:
-        """The figure in ``shown``; None before it is made."""
-        return self.shown.figure if self.shown is not None else None
-
     def _fresh_figure(self) -> go.Figure:
         num_steps = self.history.num_steps if self.history is not None else 0
         fresh = live_figure.empty_figure(self._num_ranks, num_steps, self._colours, self._frame)
@@ -143,10 +138,9 @@ class RunView:
         self.log_section.show()
 
     def _begin_figure(self) -> None:
-        with self._making:
-            has_old, shown = self.shown is not None, self._make_figure()
+        shown = self._make_figure()
         with shown.drawing():
-            shown.figure = self._fresh_figure() if has_old else shown.figure
+            shown.figure = self._fresh_figure()
             self._draw_marks()
         if not self.box.children:
             self.box.children = (*self._above, shown, *self._below)

@@ -234,10 +234,6 @@ class RunsSection:
         with self._lock:  # the thread of the last run may still show its end
             return True
 
-    def trace(self) -> dict[str, Any]:
-        """The newest recorded steps of the run in Chrome's trace format, at most ``TRACED_STEPS``."""
-        return chrome_trace(self.live.history.traced if self.live.history is not None else ())
-
     def static_html(self) -> str:
         """The last run and the comparison for readers without a kernel."""
         return self.live.static_html() + self.table.static_html()
@@ -371,8 +367,8 @@ class RunsSection:
         self._callbacks.changed()
 
     def _on_trace(self) -> None:
-        name = f"{self._run_name()}-trace.json"
-        self.live.link.download(name, json.dumps(self.trace()), "application/json")
+        trace = chrome_trace(self.live.history.traced if self.live.history is not None else ())
+        self.live.link.download(f"{self._run_name()}-trace.json", json.dumps(trace), "application/json")
 
     def _run_name(self) -> str:
         words = next(iter(self._names.values()), "run")
