@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
 
@@ -11,6 +11,8 @@ from workbench.ui.assets import element
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 FEW_ROWS = 8
+_STEPS = 4
+"""Between the numbers beside an axis, about."""
 _MAX_LABELLED_ROWS = 16
 
 
@@ -68,21 +70,21 @@ def swatch(colour: str, text: str, value: str = "") -> str:
 # ---- scales ----------------------------------------------------------------------------------------------------------
 
 
-def ticks(largest: float, wanted: int = 4) -> list[float]:
-    """Round numbers from 0 to ``largest``, about ``wanted`` steps.
+def ticks(largest: float) -> list[float]:
+    """Round numbers from 0 to ``largest``, about four steps.
 
     >>> ticks(1.96)
     [0.0, 0.5, 1.0, 1.5]
     """
     if largest <= 0:
         return [0.0]
-    step, decimals = _round_step(largest, wanted)
+    step, decimals = _round_step(largest)
     return [round(step * number, decimals) for number in range(floor(largest / step * 1.0001) + 1)]
 
 
-def _round_step(length: float, wanted: int) -> tuple[float, int]:
-    """A round number of which about ``wanted`` fit into ``length``, and the decimals of its multiples."""
-    rough = length / wanted
+def _round_step(length: float) -> tuple[float, int]:
+    """A round number of which about ``_STEPS`` fit into ``length``, and the decimals of its multiples."""
+    rough = length / _STEPS
     exponent = floor(log10(rough))
     power = 10.0**exponent
     step = next((factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999), 10 * power)
@@ -119,9 +121,9 @@ class Axis:
         """The pixel of a number."""
         return self.start + (self.end - self.start) * (value - self.low) / (self.high - self.low)
 
-    def ticks(self, wanted: int = 4) -> list[float]:
+    def ticks(self) -> list[float]:
         """Round numbers in between."""
-        step, decimals = _round_step(self.high - self.low, wanted)
+        step, decimals = _round_step(self.high - self.low)
         first = ceil(self.low / step - 1e-9)
         return [round(step * number, decimals) for number in range(first, floor(self.high / step + 1e-9) + 1)]
 
@@ -145,9 +147,9 @@ class LogAxis:
         """The pixel of a number."""
         return self.start + (self.end - self.start) * (log10(value) - self.low) / (self.high - self.low)
 
-    def ticks(self, wanted: int = 4) -> list[float]:
+    def ticks(self) -> list[float]:
         """Powers of ten in between."""
-        return [10.0**power for power in range(self.low, self.high + 1, ceil((self.high - self.low) / wanted))]
+        return [10.0**power for power in range(self.low, self.high + 1, ceil((self.high - self.low) / _STEPS))]
 
 
 def scale_of(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
@@ -166,6 +168,25 @@ def axis(left: float, width: float, y: float, largest: float, units: Sequence[tu
         css = "quiet" if not number else "quiet end" if x > left + width - 18 else "quiet middle"
         parts += [line(x, y, x, y + 3, "axis"), text(x, y + 16, f"{mark:g}{f' {unit}' if last else ''}", css)]
     return parts
+
+
+def frame(
+    across: Axis,
+    up: Axis | LogAxis,
+    names: tuple[str, str],
+    write_across: Callable[[float], str],
+    write_up: Callable[[float], str],
+) -> list[str]:
+    """The rules, the numbers and the names of two axes. A number that is written as ``""`` is left out."""
+    left, right, bottom = across.start, across.end, up.start
+    parts = [text(right, bottom + 32, names[0], "quiet end"), text(0, 12, names[1], "quiet")]
+    for mark in up.ticks():
+        y = up.at(mark)
+        parts += [line(left, y, right, y, "rule"), text(left - 6, y + 4, write_up(mark), "quiet end")]
+    for mark in across.ticks():
+        words = write_across(mark)
+        parts += [text(across.at(mark), bottom + 16, words, "quiet middle")] if words else []
+    return [*parts, line(left, bottom, right, bottom, "axis")]
 
 
 def legend(content: str) -> str:

@@ -153,7 +153,7 @@ def _picture(
     steps, values = (np.concatenate([curve[of] for one in drawn for curve in one.curves]) for of in (0, 1))
     across = panel_svg.Axis(0.0, float(max(steps.max(), 2)), _LEFT, _RIGHT)
     up = kind.axis(np.append(values, kind.limits))
-    parts = [panel_svg.text(0, 12, kind.unit, "quiet"), *_frame(across, up, kind)]
+    parts = [*panel_svg.frame(across, up, ("step", kind.unit), _whole, kind.write_tick), *_limits(up, kind)]
     for place, one in enumerate(drawn):
         is_pale = bool(selected) and one.key != selected
         parts.append(_curves(one, (place, len(drawn)), across.at, up.at, kind.write, is_pale))
@@ -180,20 +180,15 @@ def _log_axis(values: np.ndarray) -> panel_svg.LogAxis:
     return panel_svg.LogAxis.over(values.tolist(), _BOTTOM, _TOP)
 
 
-def _frame(across: panel_svg.Axis, up: panel_svg.Axis | panel_svg.LogAxis, kind: _Kind) -> Iterator[str]:
-    for mark in up.ticks():
-        y = up.at(mark)
-        yield panel_svg.line(_LEFT, y, _RIGHT, y, "rule")
-        yield panel_svg.text(_LEFT - 6, y + 4, kind.write_tick(mark), "quiet end")
+def _whole(step: float) -> str:
+    return short_number(step) if step == int(step) else ""
+
+
+def _limits(up: panel_svg.Axis | panel_svg.LogAxis, kind: _Kind) -> Iterator[str]:
     for limit in kind.limits:
         y = up.at(limit)
         yield panel_svg.line(_LEFT, y, _RIGHT, y, "wb-limit")
         yield panel_svg.text(_LEFT + 4, y - 5, f"tolerance {kind.write(limit)}", "error")  # rounding grows to the right
-    for mark in across.ticks(5):
-        if mark == int(mark):
-            yield panel_svg.text(across.at(mark), _BOTTOM + 16, short_number(mark), "quiet middle")
-    yield panel_svg.line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis")
-    yield panel_svg.text(_RIGHT, _BOTTOM + 32, "step", "quiet end")
 
 
 def _curves(

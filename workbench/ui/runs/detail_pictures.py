@@ -12,7 +12,7 @@ from html import escape
 
 from workbench.core.metrics import MEMORY_KINDS, MEMORY_LABELS, RunRecord, live_bytes
 from workbench.ui.assets import element
-from workbench.ui.number_text import signed_percent
+from workbench.ui.number_text import short_number
 from workbench.ui.pictures import panel_svg
 from workbench.ui.runs.scatter_picture import place_labels
 from workbench.ui.runs.table_rows import Row, key_of
@@ -39,28 +39,19 @@ def prediction_picture(rows: Sequence[Row], selected: str = "") -> str:
     if not known:
         return ""
     seconds = [second for _, *pair in known for second in pair]
-    across, up = panel_svg.Axis.over(seconds, _LEFT, _RIGHT), panel_svg.Axis.over(seconds, _BOTTOM, _TOP)
-    points = [(across.at(predicted), up.at(step)) for _, predicted, step in known]
-    size, unit = panel_svg.scale_of(up.high, panel_svg.SECONDS)
-    parts = [panel_svg.text(0, 12, f"measured step, {unit}", "quiet")]
-    for mark in up.ticks():
-        y = up.at(mark)
-        parts += [
-            panel_svg.line(_LEFT, y, _RIGHT, y, "rule"),
-            panel_svg.text(_LEFT - 6, y + 4, f"{mark / size:g}", "quiet end"),
-        ]
-        parts.append(panel_svg.text(across.at(mark), _BOTTOM + 16, f"{mark / size:g}", "quiet middle"))
-    parts.append(panel_svg.text(_RIGHT, _BOTTOM + 32, f"predicted step, {unit}", "quiet end"))
-    parts += [
-        panel_svg.line(_LEFT, _BOTTOM, _RIGHT, _TOP, "even"),
-        panel_svg.line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis"),
-    ]
+    size, unit = panel_svg.scale_of(max(seconds), panel_svg.SECONDS)
+    scaled = [second / size for second in seconds]
+    across, up = panel_svg.Axis.over(scaled, _LEFT, _RIGHT), panel_svg.Axis.over(scaled, _BOTTOM, _TOP)
+    points = [(across.at(predicted / size), up.at(step / size)) for _, predicted, step in known]
+    axes = f"predicted step, {unit}", f"measured step, {unit}"
+    parts = panel_svg.frame(across, up, axes, short_number, short_number)
+    parts.append(panel_svg.line(_LEFT, _BOTTOM, _RIGHT, _TOP, "even"))
     parts.append(panel_svg.text(_RIGHT, _BOTTOM - 8, "faster than predicted", "quiet end"))
     parts += [_point(row, point, row.key == selected) for (row, *_), point in zip(known, points, strict=True)]
     names = zip(short_names([row.name for row, *_ in known]), points, strict=True)
     for x, y, anchor, name in place_labels([*names], points, (_LEFT, _WIDTH), 6.5):
         parts.append(panel_svg.text(x, y, name, anchor))
-    description = ", ".join(f"{row.name} {signed_percent(row.values['error'])}" for row, *_ in known)
+    description = ", ".join(f"{row.name} {row.texts['error']}" for row, *_ in known)
     picture = panel_svg.svg(_WIDTH, _HEIGHT, f"error of predicted step times: {description}", *parts)
     return panel_svg.section("Prediction against measurement", "", picture, css="predicted")
 

@@ -43,7 +43,9 @@ def scatter_picture(rows: Sequence[Row], selected: str = "", limit_bytes: float 
     y_axis = panel_svg.Axis.over(ends, bottom, _TOP)
     points = [(x_axis.at(m / divisor), y_axis.at(r)) for m, r in zip(memory, rate, strict=True)]
     fronts = _fronts(drawn, points, bottom)
-    parts, lines = [_axes(x_axis, y_axis, unit), *map(_path, fronts)], [(_LEFT, bottom, _RIGHT, bottom + 1)]
+    axes = f"peak memory per rank, {unit} (less is better)", "samples/s (more is better)"
+    parts = [*panel_svg.frame(x_axis, y_axis, axes, short_number, short_number), *map(_path, fronts)]
+    lines = [(_LEFT, bottom, _RIGHT, bottom + 1)]
     lines += [(*start, *stop) for front in fronts for start, stop in pairwise(front)]
     if limit_bytes:
         x = x_axis.at(limit_bytes / divisor)
@@ -65,21 +67,6 @@ def scatter_picture(rows: Sequence[Row], selected: str = "", limit_bytes: float 
         f'<svg class="wb-scatter" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" '
         f'aria-label="{escape(description)}">{svg}</svg>'
     )
-
-
-def _axes(x_axis: panel_svg.Axis, y_axis: panel_svg.Axis, unit: str) -> str:
-    parts, bottom = [panel_svg.text(0, 16, "samples/s (more is better)", "quiet")], y_axis.start
-    for value in y_axis.ticks(5):
-        y = y_axis.at(value)
-        parts += [
-            panel_svg.line(_LEFT, y, _RIGHT, y, "rule"),
-            panel_svg.text(_LEFT - 6, y + 4, short_number(value), "quiet end"),
-        ]
-    for value in x_axis.ticks(5):
-        parts.append(panel_svg.text(x_axis.at(value), bottom + 16, short_number(value), "quiet middle"))
-    parts.append(panel_svg.line(_LEFT, bottom, _RIGHT, bottom, "axis"))
-    parts.append(panel_svg.text(_RIGHT, bottom + 34, f"peak memory per rank, {unit} (less is better)", "quiet end"))
-    return "".join(parts)
 
 
 def _fronts(rows: Sequence[Row], points: Sequence[tuple[float, float]], bottom: float) -> list[list[Point]]:
