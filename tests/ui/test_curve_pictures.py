@@ -21,7 +21,7 @@ from workbench.ui.runs.table_widget import RunTable
 
 def pictures(*runs: RunRecord, truth: str = "", selected: str = "") -> list[ElementTree.Element]:
     members = {key_of(run): [run] for run in runs}
-    found = curve_pictures(run_rows(runs, truth=truth), members, selected)
+    found = curve_pictures(run_rows(runs, truths=[truth]), members, selected)
     return [ElementTree.fromstring(html) for html in found]
 
 

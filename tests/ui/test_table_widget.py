@@ -49,15 +49,15 @@ def test_a_row_has_numbers_and_what_people_read(runs: list[RunRecord]):
 
 
 def test_speed_ups_are_over_the_chosen_baseline(runs: list[RunRecord], baseline: RunRecord):
-    rows = run_rows([*runs, baseline], baseline="model", truth="1 device")
+    rows = run_rows([*runs, baseline], baseline="model", truths=["1 device"])
     speedups = {row.name: row.values["speedup"] for row in rows}
     assert speedups["data"] == pytest.approx(5000 / 3000) and speedups["model"] == 1.0
     assert speedups["1 device"] == pytest.approx(4000 / 3000) and speedups["pipeline"] is None
     assert [row.name for row in rows if row.is_baseline] == ["model"]
-    rows = run_rows([runs[0], baseline], truth="1 device")
+    rows = run_rows([runs[0], baseline], truths=["1 device"])
     assert [row.values["speedup"] for row in rows] == [1.25, 1.0]
     slow = replace(baseline, samples_per_s=2000.0)
-    assert [row.values["speedup"] for row in run_rows([runs[0], slow], truth="1 device")] == [2.5, 1.0]
+    assert [row.values["speedup"] for row in run_rows([runs[0], slow], truths=["1 device"])] == [2.5, 1.0]
     assert " 2.50x" in comparison_table_text([runs[0]], slow), "not over the one device of the run's own time"
 
 
@@ -117,7 +117,7 @@ def parsed(svg: str) -> ElementTree.Element:
 
 def test_points_carry_their_keys_and_the_front_is_filled(runs: list[RunRecord], baseline: RunRecord):
     slow = make_record("slow", samples_per_s=1000.0, peak_memory_bytes=(9_000_000,) * 2)
-    rows = run_rows([*runs, slow, baseline], truth="1 device")
+    rows = run_rows([*runs, slow, baseline], truths=["1 device"])
     svg = parsed(scatter_picture(rows, selected="model", limit_bytes=10e6))
     marks = {group.get("data-key"): [child.get("class") for child in group] for group in svg.iter("g")}
     assert marks == {"data": ["full"], "model": ["wb-ring", "full"], "slow": ["hollow"], "1 device": ["square"]}

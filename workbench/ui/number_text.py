@@ -47,20 +47,18 @@ def short_number(number: float) -> str:
     return f"{number / 1000:g}k" if abs(number) >= 10_000 else f"{number:g}"
 
 
-def signed_percent(share: float | None) -> str:
-    """A relative difference: 0.031 -> ``'+3 %'``, with a true minus; unknown is a dash."""
-    if share is None:
-        return DASH
+def signed_percent(share: float) -> str:
+    """A relative difference: 0.031 -> ``'+3 %'``, with a true minus."""
     percent = round(100 * share)
     sign = MINUS if percent < 0 else "+" if percent > 0 else ""
     return f"{sign}{abs(percent)} %"
 
 
-def percent(share: float | None) -> str:
-    """A share: 0.25 -> ``'25 %'``; unknown is a dash."""
-    return DASH if share is None else f"{100 * share:.0f} %"
+def percent(share: float) -> str:
+    """A share: 0.25 -> ``'25 %'``."""
+    return f"{100 * share:.0f} %"
 
 
-def speedup_text(speedup: float | None) -> str:
-    """``'1.25\u00d7'``, or a dash where it is unknown."""
-    return DASH if speedup is None else f"{speedup:.2f}{TIMES}"
+def speedup_text(speedup: float) -> str:
+    """``'1.25\u00d7'``."""
+    return f"{speedup:.2f}{TIMES}"

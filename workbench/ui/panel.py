@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import ipywidgets as widgets
 
-from workbench.core.metrics import RunEvent, RunRecord
+from workbench.core.metrics import RunRecord
 from workbench.core.model_costs import ModelCosts
 from workbench.core.presets import StrategyLike
 from workbench.core.strategy import Strategy
@@ -201,9 +201,9 @@ class Panel(widgets.VBox):
 
     def _on_message(self, _rank: int, message: object) -> None:
         """Handle the session's message that it is closed, or has other engines."""
-        if isinstance(message, RunEvent) and message.kind in panel_texts.ENDS:
-            self._no_run = panel_texts.ENDS[message.kind]
-            self._editor.forbid_runs(self._no_run)
+        if why := panel_texts.why_ended(message, "panel", "run the cell that makes the panel once more"):
+            self._no_run = why
+            self._editor.forbid_runs(why)
 
     def _bar(self) -> widgets.VBox:
         """The bar that stays in sight above the tabs."""

@@ -5,20 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from workbench.core.metrics import RunEvent
 from workbench.core.rows import count_parameters
-from workbench.ui.runs.trainer import Trainer
 from workbench.units import format_count
 
 if TYPE_CHECKING:
     from torch import nn
 
-ENDS = {
-    "closed": "the session of this panel is closed, and its engines have ended. Start engines again (%workbench start, "
-    "or wb.Session()), and run the cell that makes the panel once more, with them.",
-    "resized": "the session has another number of engines now. Run the cell that makes the panel once more.",
-}
-"""By the kind of a session's message, why the panel cannot run."""
+    from workbench.ui.runs.trainer import Trainer
+
 NO_RUN_YET = "No run yet. Run trains with the chosen strategy and shows here how it goes."
+
+
+def why_ended(message: object, what: str, again: str) -> str:
+    """The reason that a session's message gives why a widget ends, and how to make it again; empty without one."""
+    if not isinstance(message, RunEvent):
+        return ""
+    start = "Start engines again (%workbench start, or wb.Session())"
+    reasons = {
+        "closed": f"the session of this {what} is closed. {start}, and {again}.",
+        "resized": f"the session has another number of engines now: {again}.",
+    }
+    return reasons.get(message.kind, "")
 
 
 def model_first(model_fn: Callable[..., Any]) -> str:

@@ -69,7 +69,6 @@ def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
         "columns": columns.view(drawing.columns),
         "stage_options": offered,
         "new_stage": used if used in offered and len(offered) <= _STAGES_AS_BUTTONS else None,
-        "boxing_title": "Activation and boxing",
         "boxing_detail": f"bytes per {period}, forward + back",
         "rows": rows,
         "end": end,

@@ -16,16 +16,10 @@ from workbench.ui.grid.widget import PANEL_CLASS
 from workbench.ui.live import run_view
 from workbench.ui.page_link import PageLink
 from workbench.ui.page_restore import MissedChanges
+from workbench.ui.panel_texts import why_ended
 from workbench.ui.static_copy import StaticCopy
 from workbench.writers.choose import Log, writers
 from workbench.writers.run_log import RunLog
-
-_ENDS = {
-    "closed": '<div class="wb-section wb-quiet">The session of this view is closed: nothing more comes here. After '
-    "%workbench start, make a new view: wb.LiveView()</div>",
-    "resized": '<div class="wb-section wb-quiet">The session has another number of engines now. Make a new view: '
-    "wb.LiveView()</div>",
-}
 
 
 class LiveView(widgets.VBox):
@@ -68,8 +62,8 @@ class LiveView(widgets.VBox):
 
     def on_message(self, rank: int, message: object) -> None:
         """Handle a message that a rank has published."""
-        if isinstance(message, RunEvent) and message.kind in _ENDS:
-            self._hint.value = _ENDS[message.kind]
+        if why := why_ended(message, "view", "make a new view: wb.LiveView()"):
+            self._hint.value = element("div", text=why, css="wb-section wb-quiet")
             self._hint.layout.display = ""
             self._has_ended = True
         if self._has_ended:

@@ -50,7 +50,7 @@ def runs_html(runs: Sequence[RunRecord], truths: Sequence[RunRecord] = ()) -> st
     """
     found, references = groups(with_own_keys(runs, map(key_of, truths))), groups(truths)
     means = [over_seeds(group)[0] for group in (*found, *references)]
-    rows = run_rows(means, truth=[key_of(group[0]) for group in references])
+    rows = run_rows(means, truths=[key_of(group[0]) for group in references])
     listed = [*sorted_rows([row for row in rows if not row.is_truth]), *(row for row in rows if row.is_truth)]
     below = below_html(listed, means, members={key_of(group[0]): group for group in (*found, *references)})
     return element("div", table_style(), comparison_html(listed, below=below), css="wb-comparison")
@@ -133,7 +133,8 @@ def comparison_table_text(runs: Sequence[RunRecord], baseline: RunRecord | None 
 
 def _spread_line(run: RunRecord, baseline: RunRecord | None) -> str:
     """The standard deviations below the means, and how the loss ended."""
-    row, *_ = run_rows([run, baseline], truth=key_of(baseline)) if baseline is not None else run_rows([run])
+    truths = [baseline] if baseline is not None else []
+    row, *_ = run_rows([run, *truths], truths=list(map(key_of, truths)))
     rate, speedup = (row.spread_text(key).replace(TIMES, "x") for key in ("samples_per_s", "speedup"))
     loss = f"loss {row.texts['final_loss']} {row.spread_text('final_loss')}, " if "final_loss" in row.spread else ""
     return f"{'':{_NAME_CHARS}}{rate:>10}{speedup:>10}{f'{loss}{len(row.seeds)} seeds':>42}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import math
+import operator
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -125,7 +126,7 @@ def run_rows(
     runs: Sequence[RunRecord],
     baseline: str = "",
     names: Mapping[str, str] | None = None,
-    truth: str | Sequence[str] = (),
+    truths: Collection[str] = (),
 ) -> list[Row]:
     """One row per run, in the order of the runs.
 
@@ -133,9 +134,9 @@ def run_rows(
         baseline: key of the run that speed-ups are over; by default the one on one device that trained the same on the
             same machine, see ``timed_beside``. Without one, a run's own ``speedup`` stays.
         names: names by key that the user has given.
-        truth: key of the run on one device, which is compared with nothing; or several keys.
+        truths: keys of the runs on one device, which are compared with nothing.
     """
-    base, truths = next((run for run in runs if key_of(run) == baseline), None), _as_keys(truth)
+    base = next((run for run in runs if key_of(run) == baseline), None)
     one_device = [run for run in runs if key_of(run) in truths and run.samples_per_s]
     rows = []
     for run in runs:
@@ -174,10 +175,6 @@ def with_fronts(rows: Sequence[Row]) -> list[Row]:
         memory, rates = ([row.values[name] or 0.0 for row in group] for name in ("peak_bytes", "samples_per_s"))
         found |= {group[index].key for index in pareto_front(memory, rates)}
     return [replace(row, on_front=row.key in found) for row in rows]
-
-
-def _as_keys(truth: str | Sequence[str]) -> Sequence[str]:
-    return (truth,) if isinstance(truth, str) else truth
 
 
 def _steps_text(run: RunRecord) -> str:
@@ -298,6 +295,7 @@ _WORDS = {
     "cost": ("rank_seconds", 1.0),
     "loss": ("final_loss", 1.0),
 }
+_SIGNS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq}
 _CONDITION = re.compile(r"(.*?)\s*(<=|>=|<|>|=)\s*(.*)")
 
 
@@ -335,11 +333,7 @@ def _has(text: str, wanted: str) -> bool:
 
 
 def _satisfies(value: float | None, sign: str, limit: float) -> bool:
-    if value is None:
-        return False
-    return {"<": value < limit, "<=": value <= limit, ">": value > limit, ">=": value >= limit, "=": value == limit}[
-        sign
-    ]
+    return value is not None and _SIGNS[sign](value, limit)
 
 
 def rows_csv(rows: Sequence[Row]) -> str:

@@ -1,4 +1,14 @@
-// What several of our views do: name their controls, keep their keys, tell which theme the page has.
+// What several of our views do: make elements, name their controls, keep their keys, tell which theme the page has.
+
+function make(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === undefined || value === null || value === false) continue;
+    node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
 
 // Jupyter's fields have labels of their own, which the panel does not use: each is named after the words before it.
 function nameControls(panel) {

@@ -24,7 +24,7 @@ function header(view) {
     ["stage", "stage-cell"],
   ].map(([title, css]) => make("div", { role: "columnheader", class: css }, title === "stage" && view.stage_options.length < 2 ? "" : title));
   const ranks = make("div", { role: "columnheader", class: "ranks", "aria-label": "who holds which part" }, svg);
-  const boxingHead = make("div", { role: "columnheader", class: "boxing-head" }, make("span", {}, view.boxing_title), make("span", { class: "quiet" }, view.boxing_detail));
+  const boxingHead = make("div", { role: "columnheader", class: "boxing-head" }, make("span", {}, "Activation and boxing"), make("span", { class: "quiet" }, view.boxing_detail));
   return make("div", { class: "wb-row head", role: "row" }, nameHead(view), ...titles, ranks, boxingHead);
 }
 
@@ -37,15 +37,10 @@ function nameHead(view) {
 
 function columnHead(column, view) {
   const width = view.columns.length > 1 ? view.columns[1].centre - view.columns[0].centre : 83;
-  const attributes = { "data-ranks": column.ranks.join(" ") };
-  if (width < 40) {
-    const label = text(column.centre, 37, column.label, "middle");
-    return [label];
-  }
-  if (column.label.includes("-")) return [text(column.centre, 37, column.label, "middle")];
-  const labelWidth = column.label.length * 6.6;
-  const start = column.centre - (labelWidth + 15) / 2;
-  const swatch = shape("rect", { x: start, y: 27, width: 10, height: 10, style: `fill: ${stageColour(column.stage, column.shade)}`, ...attributes });
+  if (width < 40 || column.label.includes("-")) return [text(column.centre, 37, column.label, "middle")];
+  const start = column.centre - (column.label.length * 6.6 + 15) / 2;
+  const fill = `fill: ${stageColour(column.stage, column.shade)}`;
+  const swatch = shape("rect", { x: start, y: 27, width: 10, height: 10, style: fill, "data-ranks": column.ranks.join(" ") });
   return [swatch, text(start + 15, 37, column.label)];
 }
 

@@ -23,13 +23,12 @@ function watchWidth(el, report) {
 
 function render({ model, el }) {
   const report = (event, value, more) => model.send({ event, value, ...more });
-  const receive = (message, buffers) => {
-    if (message.event === "download") download(message, buffers[0]);
+  const receive = (message) => {
     // Messages are handled in order: the frame that follows this one has drawn what was sent before it.
     if (message.event === "ping") requestAnimationFrame(() => setTimeout(() => report("pong", message.number), 0));
   };
   model.on("msg:custom", receive);
-  const ends = [watchTheme(report), watchWidth(el, report), watchVisibility(el, ".wb-live-view", report)];
+  const ends = [serveDownloads(model), watchTheme(report), watchWidth(el, report), watchVisibility(el, ".wb-live-view", report)];
   return () => {
     model.off("msg:custom", receive);
     for (const end of ends) end();

@@ -67,21 +67,18 @@ function render({ model, el }) {
     else return;
     event.preventDefault();
   });
-  const receive = (message, buffers) => {
-    if (message.event === "download") download(message, buffers[0]);
-  };
+  const stopDownloads = serveDownloads(model);
   let stopNames = () => {};
   requestAnimationFrame(() => {
     const panel = el.closest(".wb-panel");
     if (panel) stopNames = serveNames(panel);
   });
   model.on("change:page", draw);
-  model.on("msg:custom", receive);
   draw();
   return () => {
     stopNames();
     model.off("change:page", draw);
-    model.off("msg:custom", receive);
+    stopDownloads();
   };
 }
 

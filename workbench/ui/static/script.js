@@ -7,15 +7,12 @@ function render({ model, el }) {
   keepKeys(el);
   el.append(shown);
   const draw = () => (shown.textContent = model.get("text"));
-  const receive = (message, buffers) => {
-    if (message.event === "download") download(message, buffers[0]);
-  };
+  const stopDownloads = serveDownloads(model);
   model.on("change:text", draw);
-  model.on("msg:custom", receive);
   draw();
   return () => {
     model.off("change:text", draw);
-    model.off("msg:custom", receive);
+    stopDownloads();
   };
 }
 

@@ -3,13 +3,6 @@
 
 const BUSY = 1500; // milliseconds after which a click that nobody has answered gets a reason
 
-function make(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-}
-
 class Tabs {
   constructor(model, el, panel) {
     this.model = model;
