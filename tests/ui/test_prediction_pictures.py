@@ -46,7 +46,7 @@ def test_the_step_is_split_in_proportion():
     time = section(predictions_html(Prediction(make_estimate(), resolved())), "time")
     [compute], [boxing] = widths(time, "compute"), widths(time, "boxing")
     assert compute / boxing == pytest.approx(2, rel=0.01), "1 s against 0.4 s of activations and 0.1 s of gradients"
-    for text in ("16 samples/s", "2.00 s", "compute 1.00 s", "boxing 500 ms", "bubble 400 ms", "optimizer 100 ms"):
+    for text in ("16.0 samples/s", "2.00 s", "compute 1.00 s", "boxing 500 ms", "bubble 400 ms", "optimizer 100 ms"):
         assert text in re.sub("<[^>]*>", "", time).replace("&nbsp;", " "), text
 
 

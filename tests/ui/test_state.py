@@ -318,7 +318,7 @@ def test_experts_are_toggled_and_other_layers_of_the_row_keep_their_choice():
     state = PanelState(layers, 4, "*: model | 1x2x2")
     state.set_parallel(["*"], "expert")
     assert state.text == "*: model; *: expert | 1x2x2"
-    assert [str(choice) for choice in state.choices[:3]] == ["model@0", "expert:2@0", "model:column@0"]
+    assert [str(choice) for choice in state.choices[:3]] == ["model", "expert:2", "model:column"]
     state.set_choice(["blocks.[0-1].experts"], "expert:4")
     assert state.can_run and state.resolved.layers[1].over_data == 2
     state.set_choice(["*"], "expert:3")

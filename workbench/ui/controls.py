@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -121,7 +122,9 @@ class Controls:
     ) -> None:
         self._edit, self.apply = edit, apply
         self._refreshing = False
-        self.presets = {name: self._preset_button(name) for name in PRESETS}
+        self.presets = {
+            name: button(name, partial(edit, partial(PanelState.set_preset, name=name))) for name in PRESETS
+        }
         self.planned = button(PLANNED, plan)
         self.undo = self._icon("undo", "Undo (Ctrl+Z in the grid)", PanelState.undo)
         self.redo = self._icon("repeat", "Redo (Ctrl+Shift+Z in the grid)", PanelState.redo)
@@ -145,9 +148,6 @@ class Controls:
         self.mistakes = html("", "wb-mistake-list")
         self._observe()
         self.bars = self._lay_out(facts, beside)
-
-    def _preset_button(self, name: str) -> widgets.Button:
-        return button(name, lambda: self._edit(lambda state: state.set_preset(name)))
 
     def _icon(self, icon: str, tooltip: str, action: Callable[[PanelState], None]) -> widgets.Button:
         return button("", lambda: self._edit(action), "wb-icon", icon=icon, tooltip=tooltip)

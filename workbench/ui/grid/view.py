@@ -19,7 +19,6 @@ from workbench.ui.grid.boxing_column import End, StepBoxings
 from workbench.ui.grid.columns import Column
 from workbench.ui.grid.slices import held, picture_size, shape_text
 from workbench.ui.number_text import TIMES
-from workbench.ui.strategy.choices import Choice
 from workbench.ui.strategy.grouping import Node, Row
 from workbench.ui.strategy.state import FIXES, PanelState
 from workbench.units import format_count
@@ -154,10 +153,11 @@ class _Drawing:
         node, state = row.node, self.state
         mistakes = self._mistakes(row)
         choices = [state.choices[i] for i in node.layers]
-        parallel, stage = _common(c.parallel for c in choices), _common(c.stage for c in choices)
+        stages = {choice.stage for choice in choices}
+        parallel, stage = _common(c.parallel for c in choices), _common(stages)
         layouts = [self._main_layout(i) for i in node.first]
+        full = boxing_column.full_text(layouts[0], self.boxings.plan.axes_of(node.first[0]))
         kept = bool(mistakes) and any(state.choices[i] != self.drawn[i] for i in node.layers)
-        split = _common(c.split for c in choices)
         return {
             "id": f"wb-row-{index}",
             "pattern": node.identity,
@@ -168,15 +168,14 @@ class _Drawing:
             "weight": self._weight_text(node),
             "params": format_count(sum(state.layers[i].num_parameters for i in node.layers)),
             "parallel": parallel,
-            "split": split if isinstance(split, str) else None,
             "experts": self._ranks_of_experts(node),
-            "choice_text": _choice_text(choices),
+            "choice_text": _common(map(str, choices)) or "mixed",
             "stage": stage,
-            "stages_text": _range_text([c.stage for c in choices]),
+            "stages_text": "-".join(map(str, sorted({min(stages), max(stages)}))),
             "on": self._on({self.drawn[i].stage for i in node.layers}),
             "bad": _bad_control(mistakes),
             "sbp": _common(boxing_column.sbp_text(layout) for layout in layouts) or "mixed",
-            "sbp_tip": f"weight {self._full_text(node.first[0])}" if len(set(layouts)) == 1 else "",
+            "sbp_tip": f"weight {full}" if len(set(layouts)) == 1 else "",
             "pictures": [] if row.unfolded else self._pictures(node),
             "kept": kept,
             "mistakes": [_mistake(mistake, count) for mistake, count in mistakes],
@@ -203,9 +202,6 @@ class _Drawing:
     def _main_layout(self, index: int) -> Any:
         plan = self.boxings.plan
         return plan.parameter_layout(plan.resolved.layers[index], len(main_weight(self.state.layers[index])))
-
-    def _full_text(self, index: int) -> str:
-        return boxing_column.full_text(self._main_layout(index), self.boxings.plan.axes_of(index))
 
     def _weight_text(self, node: Node) -> str:
         layers = [self.state.layers[i] for i in (node.layers if node.children else node.first[:1])]
@@ -269,16 +265,6 @@ def _common(values: Any) -> Any:
     return found.pop() if len(found) == 1 else None
 
 
-def _choice_text(choices: Sequence[Choice]) -> str:
-    """The choice of some layers: ``"model:column"``, or ``"mixed"``."""
-    texts = {choice.parallel + (f":{choice.split}" if choice.split else "") for choice in choices}
-    return texts.pop() if len(texts) == 1 else "mixed"
-
-
-def _range_text(stages: Sequence[int]) -> str:
-    return str(stages[0]) if len(set(stages)) == 1 else f"{min(stages)}-{max(stages)}"
-
-
 def _height(row: Row) -> int:
     if row.node.children and not row.unfolded:
         return _FOLDED
@@ -311,10 +297,7 @@ def _bad_control(mistakes: Sequence[tuple[Mistake, int]]) -> str | None:
 
 
 def _mistake(mistake: Mistake, count: int) -> dict[str, Any]:
+    """A mistake as the script draws it. A click on a fix returns ``value``; None if only the user can make the fix."""
     times = f" ({count} times)" if count > 1 else ""
-    return {"message": mistake.message + times, "fixes": [fix_button(fix) for fix in mistake.fixes[:2]]}
-
-
-def fix_button(fix: str) -> dict[str, Any]:
-    """A fix as the script draws it. A click returns ``value``; None if only the user can make the fix."""
-    return {"label": fix, "value": fix if fix.startswith(FIXES) else None}
+    fixes = [{"label": fix, "value": fix if fix.startswith(FIXES) else None} for fix in mistake.fixes[:2]]
+    return {"message": mistake.message + times, "fixes": fixes}

@@ -53,7 +53,8 @@ def draw_network(
     """
     network = read_network(layers, names)
     shown = any(one.learns for one in network.products) if backward is None else backward
-    return Picture(network_picture(network, shown, palette(theme)), network_text(network, shown))
+    check_ranks(network.ranks, "wb.draw.network")
+    return Picture(_Picture(network, palette(theme)).draw(shown), network_text(network, shown))
 
 
 @dataclass(frozen=True)
@@ -129,16 +130,6 @@ def _change(plan: Plan) -> str:
 def _is_nothing(plan: Plan) -> bool:
     placement = plan.destination.placement
     return plan.kind == "none" or (placement == plan.source.placement and placement.num_ranks == 1)
-
-
-def network_picture(network: Network, backward: bool, colours: Palette) -> str:
-    """The network as SVG text.
-
-    Raises:
-        ValueError: more than 16 ranks.
-    """
-    check_ranks(network.ranks, "wb.draw.network")
-    return _Picture(network, colours).draw(backward)
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,8 +247,7 @@ class _Stage:
         width, height = self.cell
         outline = Box(x - width / 2, y - height / 2, width, height)
         blue = self.colours.stages[0].shades[0]
-        plain = ShardedMatrix(self.held.name, self.held.shape, self.held.layout)
-        yield from draw_matrix(plain, rank, outline, blue, self.colours)
+        yield from draw_matrix(self.held, rank, outline, blue, self.colours)
         yield text(x, outline.y + height + 13, str(rank), size=11, fill=self.colours.muted)
 
     def _outer(self) -> tuple[float, float]:

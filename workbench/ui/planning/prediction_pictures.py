@@ -14,7 +14,7 @@ from workbench.cost.estimate import Estimate
 from workbench.pipeline.schedules import Action
 from workbench.pipeline.simulate import Span, Timeline
 from workbench.ui.assets import element
-from workbench.ui.number_text import grouped
+from workbench.ui.number_text import grouped, three_digits
 from workbench.ui.pictures import panel_svg
 from workbench.ui.planning.memory_picture import memory_html
 from workbench.units import format_bytes, format_ranks, format_seconds
@@ -106,15 +106,10 @@ def _time(prediction: Prediction, ident: str) -> str:
         for (name, label), seconds in zip(PARTS, parts_of(estimate).values(), strict=True)
         if seconds > _NOTHING * estimate.step_s
     )
-    detail = f"{grouped_rate(estimate.samples_per_s)} samples/s"
+    detail = f"{three_digits(estimate.samples_per_s)} samples/s"
     picture = panel_svg.svg(width, 98, summary, *parts)
     note = [element("div", text=prediction.note, css="wb-quiet")] if prediction.note else []
     return panel_svg.section("Predicted step time", detail, picture, panel_svg.legend(legend), *note, css="time")
-
-
-def grouped_rate(rate: float) -> str:
-    """Three digits below a thousand, thousands with a space above."""
-    return grouped(rate) if rate >= 1000 else f"{rate:.3g}"
 
 
 def _labelled(estimate: Estimate) -> list[tuple[str, float]]:

@@ -321,7 +321,8 @@ def filter_rows(rows: Sequence[Row], text: str) -> list[Row]:
         except ValueError:
             raise ValueError(f"filter {part!r}: compare one of {', '.join(_WORDS)} with a number.") from None
         key, unit = _WORDS[word]
-        kept = [row for row in kept if _satisfies(row.values.get(key), sign, limit * unit)]
+        known = [(row, row.values.get(key)) for row in kept]
+        kept = [row for row, value in known if value is not None and _SIGNS[sign](value, limit * unit)]
     return kept
 
 
@@ -330,10 +331,6 @@ def _has(text: str, wanted: str) -> bool:
     return (
         re.search(re.escape(wanted) + (r"(?!\d)" if "=" in wanted and wanted[-1].isdigit() else ""), text) is not None
     )
-
-
-def _satisfies(value: float | None, sign: str, limit: float) -> bool:
-    return value is not None and _SIGNS[sign](value, limit)
 
 
 def rows_csv(rows: Sequence[Row]) -> str:

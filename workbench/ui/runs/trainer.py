@@ -205,8 +205,7 @@ class _BackgroundRun:
     def result(self) -> RunRecord:
         if self._error is not None:
             raise self._error
-        if self._run is None:
-            raise RuntimeError("result(): the run has not begun. Ask once done() is true.")
+        assert self._run is not None
         return self._run.result()
 
 

@@ -17,8 +17,7 @@ class Choice:
     stage: int = 0
 
     def __str__(self) -> str:
-        split = f":{self.split}" if self.split else ""
-        return f"{self.parallel}{split}@{self.stage}"
+        return f"{self.parallel}:{self.split}" if self.split else self.parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,3 @@ class Degrees:
     def num_ranks(self) -> int:
         """The product of the degrees."""
         return self.pipeline * self.data * self.model
-
-    def __str__(self) -> str:
-        return f"{self.pipeline}x{self.data}x{self.model}"
