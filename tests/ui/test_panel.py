@@ -113,7 +113,7 @@ def test_degrees_micro_batches_and_schedule(panel: Panel):
     controls.schedule.value = "gpipe"
     assert controls.text.value.endswith("| 2x1x1 mb=8 gpipe")
     controls.degrees["data"].value = 2
-    assert "= 4, but 2 ranks" in controls.sum.value and controls.run.disabled
+    assert "= 4 ranks, but there are 2" in controls.sum.value and controls.run.disabled
 
 
 def test_options_of_the_whole_model(panel: Panel):

@@ -380,11 +380,13 @@ def test_the_gpus_of_all_ranks_are_one_line(view: RunView):
     first = {"busy": 0.9, "used": 30e9, "total": 80e9, "pool": 20e9, "peak_flops_per_s": 1e12}
     view.tick(1)
     view.add([replace(block(0, (2.0,)), devices=(first, {**first, "busy": 0.0, "used": 34e9}))])
-    in_words = "0 to 90 % busy, 30.0 GB to 34.0 GB of 80.0 GB in use, 20.0 GB reserved by a rank, 25 % of their peak"
+    in_words = (
+        "0 to 90 % busy, 30.0 GB to 34.0 GB of 80.0 GB in use, 20.0 GB reserved by a rank, 25 % of their peak flop/s"
+    )
     assert view.devices.value == f"GPUs: {in_words}"
     view.tick(1)
     view.add([replace(block(1, (2.0,)), devices=({**first, "gpu": 7.0}, {**first, "gpu": 7.0, "pool": 4e9}))])
-    in_words = "90 % busy, 30.0 GB of 80.0 GB in use, 4.00 GB to 20.0 GB reserved by a rank, 50 % of its peak"
+    in_words = "90 % busy, 30.0 GB of 80.0 GB in use, 4.00 GB to 20.0 GB reserved by a rank, 50 % of its peak flop/s"
     assert view.devices.value == f"GPU: {in_words}", "which two ranks share"
     view.tick(1)
     view.add([replace(block(2, (2.0,)), devices=({"used": 3e9, "total": 80e9}, {}))])

@@ -247,7 +247,7 @@ class Controls:
             number.value = getattr(degrees, name)
         ranks = sum(data * model for data, model in widths) if widths else degrees.num_ranks
         fits = ranks == state.num_ranks
-        text = f"= {ranks} ranks \u2713" if fits else f"= {ranks}, but {state.num_ranks} ranks"
+        text = f"= {ranks} ranks \u2713" if fits else f"= {ranks} ranks, but there are {state.num_ranks}"
         self.sum.value = f'<span class="{"wb-sum" if fits else "wb-wrong-sum"}">{text}</span>'
 
     def _show_options(self, state: PanelState) -> None:
@@ -285,7 +285,7 @@ class Controls:
         self.run.tooltip = reason or waits
         if self.apply is not None:
             self.apply.disabled = bool(reason)
-            self.apply.tooltip = reason or "go on with the strategy above and the same weights"
+            self.apply.tooltip = reason or "go on with this strategy and the same weights"
 
 
 def _hints(state: PanelState) -> str:

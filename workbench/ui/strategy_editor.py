@@ -302,7 +302,7 @@ class StrategyEditor:
         self.measure.layout.display = "" if useful else "none"
         self.measure.disabled = self._is_measuring or self.busy()
         self.measure.description = "Measuring\u2026" if self._is_measuring else "Measure this machine"
-        self.measure.tooltip = "about 10 s on all engines; the panel then predicts every toggle"
+        self.measure.tooltip = "about 10 s on all engines; the panel then predicts each strategy"
 
     def _no_plan(self) -> str:
         return PLANNING if self.planner.is_searching else self._predictor.missing

@@ -56,7 +56,7 @@ def _parts(shape: Shape, regions: dict[Region, int]) -> list[dict[str, Any]]:
     thinnest = min(min(part["w"] * width, part["h"] * height) for part in parts)
     if thinnest >= _THINNEST_PX or len(parts) == 1:
         return parts
-    return [{"x": 0.0, "y": 0.0, "w": 1.0, "h": 1.0, "shade": 0, "many": True}]
+    return [_part((), (), 0)]
 
 
 def _part(shape: Shape, region: Region, shade: int) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def device_line(devices: Sequence[dict[str, float]], flops_per_s: float = 0.0) -
         flops_per_s: operations per second of the training, all ranks together; 0 if unknown.
 
     >>> device_line([{"busy": 0.9, "used": 3e10, "total": 8e10, "pool": 2e10, "peak_flops_per_s": 1e15}], 4e14)
-    'GPU: 90 % busy, 30.0 GB of 80.0 GB in use, 20.0 GB reserved by a rank, 40 % of its peak'
+    'GPU: 90 % busy, 30.0 GB of 80.0 GB in use, 20.0 GB reserved by a rank, 40 % of its peak flop/s'
     """
     if not any(devices):
         return ""
@@ -101,7 +101,7 @@ def device_line(devices: Sequence[dict[str, float]], flops_per_s: float = 0.0) -
         parts.append(f"{_from_to([format_bytes(size) for size in pool])} reserved by a rank")
     peaks = _known(gpus.values(), "peak_flops_per_s")
     if flops_per_s and len(peaks) == len(gpus):
-        parts.append(f"{100 * flops_per_s / sum(peaks):.0f} % of {'its' if len(gpus) == 1 else 'their'} peak")
+        parts.append(f"{100 * flops_per_s / sum(peaks):.0f} % of {'its' if len(gpus) == 1 else 'their'} peak flop/s")
     return f"GPU{'s' * (len(gpus) > 1)}: {', '.join(parts)}"
 
 

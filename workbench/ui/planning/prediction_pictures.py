@@ -150,10 +150,12 @@ def _timeline(prediction: Prediction, ident: str) -> str:
     parts = [part for index, row in enumerate(rows) for part in _timeline_row(row, index, len(rows), step, ident)]
     bottom = max(len(rows) * step + 2, 70)
     parts += panel_svg.axis(_TIMELINE_LEFT, width - _TIMELINE_LEFT, bottom, largest, panel_svg.SECONDS)
-    bubble = f"bubble {timeline.bubble:.0%}" if has_stages else "no pipeline"
     num = resolved.options.num_micro_batches
-    detail = f"{resolved.schedule}, {num} micro-batch{'es' if num > 1 else ''}, one step \u00b7 {bubble}"
-    summary = f"simulated step of {format_seconds(largest)} on {len(rows)} pipeline ranks, {bubble}"
+    detail = f"{num} micro-batch{'es' if num > 1 else ''}"
+    summary = f"simulated step of {format_seconds(largest)}"
+    if has_stages:
+        detail = f"{resolved.schedule}, {detail} \u00b7 bubble {timeline.bubble:.0%}"
+        summary += f" on {len(rows)} pipeline ranks, bubble {timeline.bubble:.0%}"
     picture = panel_svg.svg(width, bottom + 20, summary, *parts)
     legend = panel_svg.legend(_timeline_legend(rows, has_stages))
     return panel_svg.section(title, detail, picture, legend, css="timeline")

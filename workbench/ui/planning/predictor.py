@@ -9,7 +9,7 @@ from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.estimate import Estimate, SentBytes, estimate
 from workbench.cost.hardware import Hardware
-from workbench.cost.hardware_files import known_machines, load_hardware
+from workbench.cost.hardware_files import load_hardware
 from workbench.cost.software import COMPILED, WORKBENCH, Software
 from workbench.errors import StrategyError
 from workbench.ui.planning.machine_factors import MachineFactors
@@ -52,11 +52,9 @@ class Predictor:
         self.machine = load_hardware(hardware) if isinstance(hardware, str) else hardware
         self.assumed = MachineFactors()
         self.batch_size, self.optimizer = batch_size, optimizer
-        machines = ", ".join(known_machines())
         self.no_machine = (
-            "No machine to predict for: hardware=wb.planner.calibrate(session) measures this one, hardware= also "
-            "takes a file, "
-            f"or one of {machines}."
+            "No machine to predict for. Choose one below the rows, or give hardware= a name, a file, or "
+            "wb.planner.calibrate(session)."
         )
         self.costs: ModelCosts | None = None
         self.problem = "counting what the layers cost\u2026"

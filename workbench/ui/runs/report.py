@@ -46,7 +46,7 @@ def report_html(result: CompareResult, title: str = "Comparison of strategies") 
         element("p", text=sentence, css=f"verdict {state}"),
         _facts(result),
         element("div", runs_html(by_strategy(result.runs), result.baselines), css="frame"),
-        element("footer", text="Bytes are decimal: 1 MB = 1 000 000 bytes. Peak: resident size above the warm engine."),
+        element("footer", text="1 MB = 1 000 000 bytes. Peak: memory of a rank beyond that before the model."),
     )
     style = f"<style>{style_sheet('body')}{asset('report.css')}</style>"
     meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'

@@ -390,7 +390,7 @@ class RunsSection:
         polite, now = "end the run after its current step; weights stay", "do not wait for the end of this step"
         self.stop_button.description = "Stop now" if self._is_stopping else "Stop"
         self.stop_button.tooltip = (now if self._is_stopping else polite) if busy else waits
-        self.change_button.tooltip = "pause, choose another strategy above, go on with the same weights"
+        self.change_button.tooltip = "pause, choose another strategy, go on with the same weights"
         self.change_button.layout.display = "none" if changing else ""
         self.apply_button.layout.display = self.keep_button.layout.display = "" if changing else "none"
         self.trace_button.disabled = not busy and not (self.live.history and self.live.history.traced)

@@ -38,6 +38,7 @@ from workbench.ui.runs.table_rows import (
 )
 
 ONE_DEVICE = "1 device"
+_FILTER_TIP = "a part of a name, or conditions: memory and boxed in MB, step in s, bubble and error in %"
 _TYPES = {"csv": "text/csv", "json": "application/json", "html": "text/html"}
 
 
@@ -230,9 +231,8 @@ class RunTable:
             self.seed_button.tooltip = "train this strategy with other weights and another order of the samples"
         self.means.layout.display = "" if len(groups(self.runs)) < len(self.runs) else "none"
         self.part_button.disabled = chosen is None or chosen.equal is not False
-        self.part_button.tooltip = (
-            "select a run marked \u2717 first" if self.part_button.disabled else "find the first layer and function"
-        )
+        where = "find the first layer and function that differ from one device"
+        self.part_button.tooltip = "select a run marked \u2717 first" if self.part_button.disabled else where
         self.hide_button.disabled = chosen is None
         self.show_button.layout.display = "" if self.hidden else "none"
         self.show_button.description = f"Show hidden ({len(self.hidden)})"
@@ -241,7 +241,7 @@ class RunTable:
             wrong = ""
         except ValueError as error:
             wrong = str(error)
-        self.filter_field.tooltip = wrong
+        self.filter_field.tooltip = wrong or _FILTER_TIP
         (self.filter_field.add_class if wrong else self.filter_field.remove_class)("wb-wrong")
 
     def static_html(self) -> str:
