@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from tests.ui.conftest import make_record
 from tests.ui.reports import FakeRun, FakeTrainer, block, make_mlp
 from workbench.core.metrics import RunEvent, RunRecord
 from workbench.core.model_costs import Extent, LayerCost, ModelCosts
+from workbench.core.strategy import Strategy
 from workbench.cost.hardware_files import load_hardware
 from workbench.errors import StrategyError
 from workbench.session.comparison.saved_runs import SavedRuns
@@ -26,6 +28,7 @@ from workbench.ui.planning.predictor import Predictor
 from workbench.ui.runs.runs_section import RunsSection
 from workbench.ui.runs.runs_view import show_runs
 from workbench.ui.runs.table_widget import RunTable
+from workbench.ui.runs.trainer import _BackgroundRun
 from workbench.ui.strategy.state import PanelState
 
 
@@ -321,6 +324,21 @@ def test_stop_asks_and_asked_once_more_does_not_wait(panel: Panel, trainer: Fake
     stop.click()
     assert panel.wait(WAIT_TIMEOUT_S) and stop.description == "Stop"
     assert trainer.runs[-1].commands == ["stop", "interrupt"]
+
+
+def test_a_change_that_is_refused_before_the_run_has_begun_does_not_end_it():
+    go = threading.Event()
+
+    def begin(observer: object) -> Any:
+        assert go.wait(WAIT_TIMEOUT_S)
+        return FakeRun(), ()
+
+    run = _BackgroundRun(begin, fail)
+    with pytest.raises(Broken):
+        run.change(Strategy("*: model"))
+    go.set()
+    wait_until(lambda: run._run is not None, "it begins")
+    assert not run.done() and run._run.commands == []  # type: ignore[union-attr, attr-defined]
 
 
 # ---- how they are shown ---------------------------------------------------------------------------------------------

@@ -132,14 +132,20 @@ class SessionTrainer:
             run = self._comparison.start(checked, name, predicted, num_steps)
             return run, reference.losses if reference is not None else ()
 
-        return _BackgroundRun(begin)
+        return _BackgroundRun(begin, self._comparison.strategy)
 
 
 class _BackgroundRun:
-    """A run that a thread starts. Until it has started, it reports the one-device run and stores requests."""
+    """A run that a thread starts. Until it has started, it reports the one-device run and stores requests. ``check``
+    raises for a strategy that the run cannot take.
+    """
 
-    def __init__(self, begin: Callable[[RunObserver], tuple[TrainingRun, Sequence[float]]]) -> None:
-        self._begin = begin
+    def __init__(
+        self,
+        begin: Callable[[RunObserver], tuple[TrainingRun, Sequence[float]]],
+        check: Callable[[Strategy], Strategy],
+    ) -> None:
+        self._begin, self._check = begin, check
         self._first: SimpleQueue[StepBlock] = SimpleQueue()
         self._run: TrainingRun | None = None
         self._error: BaseException | None = None
@@ -200,7 +206,8 @@ class _BackgroundRun:
         self._ask(TrainingRun.profile)
 
     def change(self, strategy: Strategy, name: str = "", predicted: Mapping[str, float] | None = None) -> None:
-        self._ask(lambda run: run.change(strategy, name, predicted))
+        checked = self._check(strategy)  # now: an error in a stored request would reach nobody who could mend it
+        self._ask(lambda run: run.change(checked, name, predicted))
 
     def result(self) -> RunRecord:
         if self._error is not None:
