@@ -266,7 +266,8 @@ class StrategyEditor:
             self._show_plan()
 
     def _show_controls(self) -> None:
-        self.controls.refresh(self.state, self.busy(), self._no_plan(), self._no_run_now)
+        no_plan = PLANNING if self.planner.is_searching else self._predictor.missing
+        self.controls.refresh(self.state, self.busy(), no_plan, self._no_run_now)
         self.machine.refresh(self.state.num_ranks, self.state.options.precision)
 
     @property
@@ -303,9 +304,6 @@ class StrategyEditor:
         self.measure.disabled = self._is_measuring or self.busy()
         self.measure.description = "Measuring\u2026" if self._is_measuring else "Measure this machine"
         self.measure.tooltip = "about 10 s on all engines; the panel then predicts each strategy"
-
-    def _no_plan(self) -> str:
-        return PLANNING if self.planner.is_searching else self._predictor.missing
 
     def _facts_now(self) -> Facts:
         """The facts with all shapes and bytes that are known so far."""

@@ -70,12 +70,12 @@ class PlannerSection:
             return
         self.is_searching, self.problem = True, ""
         self._on_change()
-        asked = (self._predictor, num_ranks, precision)
-        threading.Thread(target=as_request(self._in_thread), args=asked, name="workbench-plan", daemon=True).start()
+        work, asked = as_request(self._in_thread), (num_ranks, precision)
+        threading.Thread(target=work, args=asked, name="workbench-plan", daemon=True).start()
 
-    def _find(self, predictor: Predictor, num_ranks: int, precision: str) -> None:
+    def _find(self, num_ranks: int, precision: str) -> None:
         try:
-            found = self._search(predictor, num_ranks, precision)
+            found = self._search(self._predictor, num_ranks, precision)
         except WorkbenchError as error:
             self.problem = str(error)
         except Exception as error:  # noqa: BLE001 - lost in this thread, it would leave the button disabled

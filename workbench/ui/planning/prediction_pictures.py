@@ -19,7 +19,6 @@ from workbench.ui.pictures import panel_svg
 from workbench.ui.planning.memory_picture import memory_html
 from workbench.units import format_bytes, format_ranks, format_seconds
 
-PARTS = (("compute", "compute"), ("boxing", "boxing"), ("optimizer_step", "optimizer"), ("bubble", "bubble"))
 _WIDTHS = {"time": 304.0, "timeline": 488.0}
 _TIMELINE_LEFT = 60.0
 _THINNEST_BOXING = 0.5
@@ -68,14 +67,15 @@ def no_predictions_html(reason: str) -> str:
     return element("div", element("span", text=reason, css="wb-quiet"), css="wb-predictions none")
 
 
-def parts_of(estimate: Estimate) -> dict[str, float]:
-    """Seconds of a step by part; boxing of activations and of gradients together."""
-    return {
-        "compute": estimate.compute_s,
-        "boxing": estimate.boxing_s + estimate.gradient_s,
-        "optimizer_step": estimate.optimizer_s,
-        "bubble": estimate.bubble_s,
-    }
+def parts_of(estimate: Estimate) -> list[tuple[str, str, float]]:
+    """Colour, name and seconds of each part of a step; boxing of activations and of gradients together."""
+    parts = (
+        ("compute", "compute", estimate.compute_s),
+        ("boxing", "boxing", estimate.boxing_s + estimate.gradient_s),
+        ("optimizer-step", "optimizer", estimate.optimizer_s),
+        ("idle", "bubble", estimate.bubble_s),
+    )
+    return [part for part in parts if part[-1] > _NOTHING * estimate.step_s]
 
 
 # ---- seconds ---------------------------------------------------------------------------------------------------------
@@ -96,15 +96,11 @@ def _time(prediction: Prediction, ident: str) -> str:
         parts += [panel_svg.text(width, 53, format_seconds(before.step_s), "end quiet")]
         parts += _split_bar(before, 58, 11, width / largest, ident)
     parts += panel_svg.axis(0, width, 78, largest, panel_svg.SECONDS)
-    summary = f"predicted step time {format_seconds(estimate.step_s)}: " + ", ".join(
-        f"{label} {format_seconds(seconds)}" for label, seconds in _labelled(estimate)
-    )
+    named = [(colour, name, format_seconds(seconds)) for colour, name, seconds in parts_of(estimate)]
+    summary = f"predicted step time {format_seconds(estimate.step_s)}: "
+    summary += ", ".join(f"{name} {time}" for _, name, time in named)
     legend = "".join(
-        panel_svg.swatch(
-            "idle" if name == "bubble" else f"var(--wb-{name.replace('_', '-')})", label, format_seconds(seconds)
-        )
-        for (name, label), seconds in zip(PARTS, parts_of(estimate).values(), strict=True)
-        if seconds > _NOTHING * estimate.step_s
+        panel_svg.swatch("idle" if colour == "idle" else f"var(--wb-{colour})", *words) for colour, *words in named
     )
     detail = f"{three_digits(estimate.samples_per_s)} samples/s"
     picture = panel_svg.svg(width, 98, summary, *parts)
@@ -112,24 +108,19 @@ def _time(prediction: Prediction, ident: str) -> str:
     return panel_svg.section("Predicted step time", detail, picture, panel_svg.legend(legend), *note, css="time")
 
 
-def _labelled(estimate: Estimate) -> list[tuple[str, float]]:
-    seconds = parts_of(estimate)
-    return [(label, seconds[name]) for name, label in PARTS if seconds[name] > _NOTHING * estimate.step_s]
-
-
 def _split_bar(estimate: Estimate, y: float, height: float, scale: float, ident: str) -> list[str]:
     found, x = [], 0.0
-    for (name, label), seconds in zip(PARTS, parts_of(estimate).values(), strict=True):
-        colour = f"url(#wb-idle-{ident})" if name == "bubble" else f"var(--wb-{name.replace('_', '-')})"
-        tip = f"{label} {format_seconds(seconds)}, {seconds / estimate.step_s:.0%} of the step"
+    for colour, name, seconds in parts_of(estimate):
+        is_idle = colour == "idle"
+        fill = f"url(#wb-idle-{ident})" if is_idle else f"var(--wb-{colour})"
+        tip = f"{name} {format_seconds(seconds)}, {seconds / estimate.step_s:.0%} of the step"
         if name == "boxing":
             tip += (
                 f"\nactivations {format_seconds(estimate.boxing_s)}, gradients {format_seconds(estimate.gradient_s)}"
                 f"\n{format_bytes(estimate.boxed_bytes)} sent by all ranks"
             )
-        outline = {"css": "idle"} if name == "bubble" else {}
-        if seconds > _NOTHING * estimate.step_s:
-            found.append(panel_svg.bar(x * scale, y, seconds * scale, height, colour, data_tip=tip, **outline))
+        css = "idle" if is_idle else ""
+        found.append(panel_svg.bar(x * scale, y, seconds * scale, height, fill, data_tip=tip, css=css))
         x += seconds
     return found
 

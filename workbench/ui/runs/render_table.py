@@ -227,8 +227,7 @@ def _equal_cell(row: Row) -> str:
     note = element("small", text=row.note) if row.note else ""
     parts = {"data_part": row.key} if row.equal is False else {}  # a click finds where
     mark = element("span", text=row.texts["loss_difference"], **parts)
-    title = f"{row.verdict}. Click the mark to find where." if parts else row.verdict
-    return element("td", mark, note, css=f"number {css}", title=title)
+    return element("td", mark, note, css=f"number {css}", title=row.verdict)
 
 
 def _peak(run: RunRecord) -> str:

@@ -223,7 +223,7 @@ class RunTable:
             with self.baseline_field.hold_trait_notifications():
                 self.baseline_field.options = options
                 self.baseline_field.value = self.baseline
-        chosen = self._run(self.selected)
+        chosen = next((run for run in self._every if key_of(run) == self.selected), None)
         for each in (self.open_button, self.again_button, self.seed_button):
             each.disabled = all(key_of(run) != self.selected for run in others)
             each.tooltip = "select a run first" if each.disabled else ""
@@ -258,15 +258,14 @@ class RunTable:
     # ---- actions of the user ---------------------------------------------------------------------------------------
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        value = str(event.get("value", ""))
-        if event.get("event") == "sort":
+        kind, value = event.get("event"), str(event.get("value", ""))
+        if kind == "sort":
             self.sort_by(value)
-        elif event.get("event") == "select":
+        elif kind == "select":
             self.select(value)
-        elif event.get("event") == "rename":
+        elif kind == "rename":
             self.rename(value, str(event.get("name", "")))
-
-        elif event.get("event") == "part" and self._part is not None:
+        elif kind == "part":
             self.selected = value
             self.refresh()
             self._find_part()
@@ -371,9 +370,6 @@ class RunTable:
     def _add_chosen(self) -> None:
         self.add(self.saved[run_id] for run_id in self.saved_list.value)
         self._loader.layout.display = "none"
-
-    def _run(self, key: str) -> RunRecord | None:
-        return next((run for run in self._every if key_of(run) == key), None)
 
     def _with_selected(self, action: Callable[[RunRecord], None] | None) -> None:
         group = self._groups.get(self.selected)
