@@ -87,7 +87,7 @@ def toggles(panel: Panel, unfolded: bool) -> Iterator[float]:
     for pattern in patterns:
         for choice in ("data", "model"):
             started = time.perf_counter()
-            grid._receive(grid, {"event": "parallel", "rows": [pattern], "value": choice}, [])
+            grid._receive(grid, {"event": "choice", "rows": [pattern], "value": choice}, [])
             yield time.perf_counter() - started
 
 

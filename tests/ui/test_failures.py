@@ -69,7 +69,7 @@ def untouched(panel: Panel) -> None:
 
 
 def toggled(panel: Panel) -> None:
-    say(panel, event="parallel", rows=["fc2"], value="model")
+    say(panel, event="choice", rows=["fc2"], value="model")
 
 
 def start(panel: Panel) -> None:
@@ -85,7 +85,7 @@ def changing(panel: Panel) -> None:
 Target = tuple[Any, str]
 CALLBACKS: list[tuple[str, Callable[[Panel], None], Target, Callable[[Panel], None]]] = [
     ("a toggle", untouched, (strategy_editor, "grid_view"),
-     lambda p: say(p, event="parallel", rows=["fc2"], value="model")),
+     lambda p: say(p, event="choice", rows=["fc2"], value="model")),
     ("undo in the grid", untouched, (PanelState, "undo"), lambda p: say(p, event="undo")),
     ("a search", untouched, (PanelState, "look_for"), lambda p: say(p, event="find", value="fc1")),
     ("a selected row", untouched, (strategy_editor.StrategyEditor, "_show_tensor"),

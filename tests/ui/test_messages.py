@@ -32,7 +32,7 @@ def test_a_click_on_a_deep_model_sends_its_picture_first(sent: list[dict[str, An
     )
     for value in ("model", "data"):
         sent.clear()
-        panel._editor.grid._handle_custom_msg({"event": "parallel", "rows": ["tok_emb"], "value": value}, [])
+        panel._editor.grid._handle_custom_msg({"event": "choice", "rows": ["tok_emb"], "value": value}, [])
         assert "view" in sent[0], sent
         assert len(sent) <= MOST_MESSAGES
         assert sum(len(repr(state)) for state in sent) < MOST_BYTES

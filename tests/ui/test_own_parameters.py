@@ -32,7 +32,7 @@ def of_rows(state: PanelState) -> dict[str, tuple[int, ...]]:
 def test_a_choice_at_a_block_is_for_all_its_layers():
     state = PanelState(scaled(2), 2, "*: data; blocks.1: model")
     assert of_rows(state) == {"blocks.0": (0, 1, 2), "blocks.1": (3, 4, 5), "head": (6,)}
-    state.set_parallel(["blocks.1"], "data")
+    state.set_choice(["blocks.1"], "data")
     assert state.text == "*: data"
 
 
@@ -45,9 +45,9 @@ def test_own_parameters_have_a_row_in_their_block():
     assert all(Row(own.pattern).matches(state.layers[index].name) for index in own.layers)
     names = [row["pattern"] for row in grid_view(state, Facts(8, [LayerExtents()] * 13))["rows"]]
     assert len(set(names)) == 5
-    state.set_parallel([own.identity], "model")
+    state.set_choice([own.identity], "model")
     assert [choice.parallel for choice in state.choices] == ["model", "data", "data"] * 4 + ["data"]
-    state.set_parallel([own.identity, "blocks.[0-3]"], "model")
+    state.set_choice([own.identity, "blocks.[0-3]"], "model")
     assert [choice.parallel for choice in state.choices] == ["model"] * 12 + ["data"]
 
 
@@ -56,7 +56,7 @@ def test_a_search_finds_own_parameters_alone():
     state.look_for("blocks.1")
     own = state.rows[0].node
     assert own.label == "blocks.1 (own)" and own.layers == (3,)
-    state.set_parallel([own.identity], "model")
+    state.set_choice([own.identity], "model")
     assert [choice.parallel for choice in state.choices] == ["data"] * 3 + ["model", "data", "data", "data"]
 
 
@@ -85,5 +85,5 @@ def test_every_row_reaches_its_layers(seed: int):
         node, parallel = rng.choice(nodes), rng.choice(["data", "model"])
         for index in node.layers:
             wanted[index] = parallel
-        state.set_parallel([node.identity], parallel)
+        state.set_choice([node.identity], parallel)
         assert [choice.parallel for choice in state.choices] == wanted and state.can_run, state.mistakes

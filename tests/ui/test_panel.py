@@ -56,7 +56,7 @@ def test_the_grid_shows_the_strategy(panel: Panel):
 
 
 def test_a_click_in_the_grid_changes_everything_at_once(panel: Panel):
-    say(panel, event="parallel", rows=["fc2"], value="model")
+    say(panel, event="choice", rows=["fc2"], value="model")
     controls = editor(panel).controls
     assert controls.text.value == "*: data; fc2: model"
     assert grid_row(panel, "fc2")["parallel"] == "model" and grid_row(panel, "fc2")["sbp"] == "S(0)"
@@ -79,7 +79,7 @@ def test_a_run_shows_what_memory_the_machine_of_predictions_has(trainer: FakeTra
     [
         ({"event": "stage", "rows": ["fc2"], "value": 1}, "*: data; fc2: data@1"),
         ({"event": "choice", "rows": ["fc2"], "value": "model:column"}, "*: data; fc2: model:column"),
-        ({"event": "parallel", "rows": ["fc1", "fc2"], "value": "model"}, "*: model"),
+        ({"event": "choice", "rows": ["fc1", "fc2"], "value": "model"}, "*: model"),
     ],
 )
 def test_events_of_the_grid(panel: Panel, event: dict[str, Any], text: str):
@@ -205,7 +205,7 @@ def test_a_run_is_followed_and_compared(panel: Panel, trainer: FakeTrainer):
 
 def test_the_strategy_can_be_edited_while_a_run_goes_on(panel: Panel, trainer: FakeTrainer):
     panel.run()
-    say(panel, event="parallel", rows=["fc2"], value="model")
+    say(panel, event="choice", rows=["fc2"], value="model")
     assert editor(panel).controls.text.value == "*: data; fc2: model" and editor(panel).controls.run.disabled
     finish(panel, trainer)
     assert panel.runs[0].strategy == "*: data"
@@ -298,7 +298,7 @@ def test_an_offline_panel_predicts_and_does_not_run(offline_panel: Panel):
 
 def test_a_toggle_changes_the_prediction_and_shows_the_one_before(offline_panel: Panel):
     first = offline_panel.estimate()
-    say(offline_panel, event="parallel", rows=["blocks.[0-3]"], value="data")
+    say(offline_panel, event="choice", rows=["blocks.[0-3]"], value="data")
     second = offline_panel.estimate()
     assert first is not None and second is not None and first.step_s != second.step_s
     assert "before the last change" in editor(offline_panel).predictions.value

@@ -30,7 +30,7 @@ def test_starts_data_parallel_and_valid():
 
 def test_one_toggle_writes_one_row():
     state = make()
-    state.set_parallel(["fc3"], "model")
+    state.set_choice(["fc3"], "model")
     assert state.text == "*: data; fc3: model" and state.label == "data, edited"
     assert state.degrees == Degrees(1, 1, 2)
     assert state.choices[2] == Choice("model", "column")
@@ -38,14 +38,14 @@ def test_one_toggle_writes_one_row():
 
 def test_toggling_back_leaves_no_row_behind():
     state = make()
-    state.set_parallel(["fc3"], "model")
-    state.set_parallel(["fc3"], "data")
+    state.set_choice(["fc3"], "model")
+    state.set_choice(["fc3"], "data")
     assert state.text == "*: data" and state.label == "data"
 
 
 def test_several_layers_at_once():
     state = make()
-    state.set_parallel(["fc3", "head"], "model")
+    state.set_choice(["fc3", "head"], "model")
     assert [choice.split for choice in state.choices] == [None, None, "column", "row"]
 
 
@@ -120,7 +120,7 @@ def test_undo_and_redo():
     state = make()
     texts = [state.text]
     for name in ("fc1", "fc2", "fc3"):
-        state.set_parallel([name], "model")
+        state.set_choice([name], "model")
         texts.append(state.text)
     while state.can_undo:
         assert state.text == texts.pop()
@@ -195,14 +195,14 @@ def patterns(state: PanelState) -> list[str]:
 
 def test_a_group_s_toggle_sets_all_its_layers_in_one_row():
     state = deep("data")
-    state.set_parallel(["blocks.[0-7]"], "model")
+    state.set_choice(["blocks.[0-7]"], "model")
     assert state.text == "*: data; blocks.[0-7]: model"
     assert {choice.parallel for choice in state.choices[2:50]} == {"model"} and state.can_run
 
 
 def test_a_layer_set_apart_makes_its_group_mixed():
     state = deep("data")
-    state.set_parallel(["blocks.[0-7].mlp.fc1"], "model")
+    state.set_choice(["blocks.[0-7].mlp.fc1"], "model")
     assert state.text == "*: data; blocks.[0-7].mlp.fc1: model"
     assert sum(choice.parallel == "model" for choice in state.choices) == 8
 
@@ -210,8 +210,8 @@ def test_a_layer_set_apart_makes_its_group_mixed():
 def test_setting_the_group_again_leaves_nothing_of_its_parts_behind():
     state = deep("data")
     for part in ("mlp.fc1", "mlp.fc2", "attn.qkv"):
-        state.set_parallel([f"blocks.[0-7].{part}"], "model")
-    state.set_parallel(["blocks.[0-7]"], "data")
+        state.set_choice([f"blocks.[0-7].{part}"], "model")
+    state.set_choice(["blocks.[0-7]"], "data")
     assert state.text == "*: data" and state.label == "data"
 
 
@@ -219,7 +219,7 @@ def test_one_block_set_apart_cuts_the_run():
     state = deep("data")
     state.look_for("blocks.3.mlp*")
     assert patterns(state) == ["blocks.3.mlp.fc1", "blocks.3.mlp.fc2"]
-    state.set_parallel(patterns(state), "model")
+    state.set_choice(patterns(state), "model")
     state.look_for("")
     assert patterns(state) == [
         "tok_emb",
@@ -231,13 +231,13 @@ def test_one_block_set_apart_cuts_the_run():
         "ln_f",
         "lm_head",
     ]
-    state.set_parallel(["blocks.[0-7]"], "data")
+    state.set_choice(["blocks.[0-7]"], "data")
     assert patterns(state) == ["tok_emb", "pos_emb", "blocks.[0-7]", "ln_f", "lm_head"] and state.text == "*: data"
 
 
 def test_setting_a_group_keeps_the_stages_of_its_parts():
     state = deep()
-    state.set_parallel(["blocks.[0-3]", "blocks.[4-7]"], "data")
+    state.set_choice(["blocks.[0-3]", "blocks.[4-7]"], "data")
     stages = [choice.stage for choice in state.choices]
     assert stages == [0] * 26 + [1] * 26
     assert "blocks.[4-7]: data@1" in state.text
@@ -248,7 +248,7 @@ def test_folding_is_remembered_when_the_run_is_cut_otherwise():
     state.fold("blocks.[0-7]")
     assert "blocks.[0-7].ln_1" in patterns(state)
     state.set_stage(["blocks.[0-7]"], 0)
-    state.set_parallel(["lm_head"], "model")
+    state.set_choice(["lm_head"], "model")
     assert "blocks.[0-7].ln_1" in patterns(state)
     state.fold("blocks.[0-7]")
     assert "blocks.[0-7].ln_1" not in patterns(state)
@@ -281,7 +281,7 @@ def test_the_planner_s_choice_is_a_start_like_a_preset():
     state = make()
     state.set_planned(Strategy("*: model"))
     assert state.label == "planner's choice"
-    state.set_parallel(["head"], "data")
+    state.set_choice(["head"], "data")
     assert state.label == "planner's choice, edited"
     state.undo()
     state.undo()
@@ -316,7 +316,7 @@ def test_experts_are_toggled_and_other_layers_of_the_row_keep_their_choice():
         for name, kind, experts in parts
     ]
     state = PanelState(layers, 4, "*: model | 1x2x2")
-    state.set_parallel(["*"], "expert")
+    state.set_choice(["*"], "expert")
     assert state.text == "*: model; *: expert | 1x2x2"
     assert [str(choice) for choice in state.choices[:3]] == ["model", "expert:2", "model:column"]
     state.set_choice(["blocks.[0-1].experts"], "expert:4")
@@ -325,7 +325,7 @@ def test_experts_are_toggled_and_other_layers_of_the_row_keep_their_choice():
     assert not state.can_run and "write '*: expert:4'" in state.mistakes[0].fixes
     state.apply_fix("write '*: expert:4'")
     assert state.can_run
-    state.set_parallel(["*"], "data")
+    state.set_choice(["*"], "data")
     assert state.text == "*: data | 1x2x2"
     state.undo()
     assert state.can_run and "expert" in state.text
@@ -345,7 +345,7 @@ def test_edits_reach_their_layers_whatever_the_names_are(seed: int):
         parallel = rng.choice(["data", "model"])
         for index in row.layers:
             wanted[index] = parallel
-        state.set_parallel([given], parallel)
+        state.set_choice([given], parallel)
         assert [choice.parallel for choice in state.choices] == wanted and state.can_run, state.mistakes
         assert PanelState(state.layers, 2, state.text).choices == state.choices
 
@@ -354,5 +354,5 @@ def test_a_row_that_a_later_one_covers_is_shown_as_a_mistake():
     state = make("fc1: model; *: data")
     assert not state.can_run and "decides no layer" in state.mistakes[0].message
     assert clauses(state.text, [], LAYERS) == [("fc1: model", "wrong"), ("; ", "quiet"), ("*: data", "")]
-    state.set_parallel(["fc1"], "model")
+    state.set_choice(["fc1"], "model")
     assert state.can_run and state.choices[0].parallel == "model" and state.choices[1].parallel == "data"

@@ -20,7 +20,7 @@ def test_text_that_does_not_parse_changes_nothing_but_the_draft():
     state.undo()
     assert state.strategy is before and state.text == str(before) and state.can_run and not state.can_undo
     state.set_text("fc1: dta")
-    state.set_parallel(["fc1"], "model")
+    state.set_choice(["fc1"], "model")
     assert not state.text_problem and state.can_run
 
 
@@ -35,11 +35,11 @@ def test_text_can_be_pasted_from_a_script():
 def test_degrees_that_are_written_stay_also_where_the_planner_chose_them_before():
     state = make()
     state.set_planned(Strategy("*: data | 1x2x1"))
-    state.set_parallel(["fc1"], "model")
+    state.set_choice(["fc1"], "model")
     assert state.options.degrees is None, "nobody has written the planner's"
     state.set_text("*: data | 1x2x1")
     assert state.base == "planner's choice"
-    state.set_parallel(["fc1"], "data")
+    state.set_choice(["fc1"], "data")
     assert state.options.degrees == (1, 2, 1)
 
 

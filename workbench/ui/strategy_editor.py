@@ -216,7 +216,6 @@ class StrategyEditor:
         """Handle an event of the grid: an edit, a chosen row, a request to run, or the page's theme."""
         kind, value, rows = event["event"], event.get("value"), event.get("rows", [])
         actions: dict[str, Callable[[PanelState], Any]] = {
-            "parallel": lambda state: state.set_parallel(rows, str(value)),
             "choice": lambda state: state.set_choice(rows, str(value)),
             "stage": lambda state: state.set_stage(rows, int(value or 0)),
             "fix": lambda state: state.apply_fix(str(value), event.get("row")),

@@ -13,7 +13,7 @@ from workbench.ui.assets import asset
 from workbench.ui.failures import guarded
 
 EVENTS = (
-    *("parallel", "choice", "stage", "fold", "select", "find", "tensor", "fix"),
+    *("choice", "stage", "fold", "select", "find", "tensor", "fix"),
     *("open", "undo", "redo", "run", "theme"),
 )
 SCRIPTS = ("draw_cells.js", "draw_grid.js", "controls.js", "panel_page.js", "grid.js")
@@ -24,7 +24,7 @@ PANEL_CLASS = "wb-panel"
 class LayerGrid(anywidget.AnyWidget):
     """Draws ``view`` (see ``workbench.ui.grid.view.grid_view``) and passes the user's events to one handler.
 
-    The handler gets plain dictionaries, ``{"event": "parallel", "rows": ["fc1"], "value": "model"}``. All rows share
+    The handler gets plain dictionaries, ``{"event": "choice", "rows": ["fc1"], "value": "model"}``. All rows share
     one widget, because a widget per control would send hundreds of messages for a deep model.
     """
 

@@ -63,7 +63,7 @@ function choiceCell(row) {
   const options = values.map((value) => ({
     label: value,
     value,
-    event: "parallel",
+    event: "choice",
     on: row.parallel === value,
     bad: row.bad === "parallel",
     tip: (value === "model" && row.hint_tip) || CHOICE_TIPS[value],

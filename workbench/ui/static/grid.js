@@ -1,6 +1,6 @@
 // The layer grid: one row per layer or group of equal blocks, who holds which part of the weights, and the boxings.
 // Python owns the state. It sends `view`, which draw_grid.js draws; this file reports what the user asks for as messages:
-//   {event: "parallel" | "choice" | "stage", rows: [...], value}, {event: "fold" | "select", rows: [...]},
+//   {event: "choice" | "stage", rows: [...], value}, {event: "fold" | "select", rows: [...]},
 //   {event: "fix", row, value}, {event: "find", value}, {event: "tensor"}, {event: "undo" | "redo" | "run"},
 //   {event: "theme", value: "light" | "dark"}
 // Rows are named by their patterns.
@@ -235,7 +235,7 @@ class Grid {
     if (key === "Home" || key === "End") return this.move(key === "End" ? this.patterns.length : -this.patterns.length);
     if (key === "ArrowLeft" || key === "ArrowRight") return this.step(key === "ArrowRight" ? 1 : -1);
     const parallel = { d: "data", m: "model", x: "expert" }[key];
-    if (parallel) return parallel === "expert" && !this.view.rows[this.index].experts.length ? true : this.set("parallel", parallel);
+    if (parallel) return parallel === "expert" && !this.view.rows[this.index].experts.length ? true : this.set("choice", parallel);
     if (/^[0-9]$/.test(key)) return this.view.stage_options.includes(Number(key)) ? this.set("stage", Number(key)) : true;
     if (key === "Enter" && event.altKey) return this.set("run");
     if (key === "Enter" || key === "+" || key === "-") return this.open(key);

@@ -51,7 +51,7 @@ class PanelState:
             shown like those of an edit.
 
     >>> state = PanelState([Layer("fc1", "Linear"), Layer("fc2", "Linear")], num_ranks=2)
-    >>> state.set_parallel(["fc2"], "model")
+    >>> state.set_choice(["fc2"], "model")
     >>> state.text, state.label
     ('*: data; fc2: model', 'data, edited')
     """
@@ -161,10 +161,6 @@ class PanelState:
         return bool(self._after)
 
     # ---- edits --------------------------------------------------------------------------------------------------
-
-    def set_parallel(self, names: Iterable[str], parallel: str) -> None:
-        """Make rows ``"data"``, ``"model"`` or ``"expert"`` parallel; how weights are split is left open."""
-        self.set_choice(names, parallel)
 
     def set_choice(self, names: Iterable[str], choice: str) -> None:
         """Set rows to ``data``, ``model``, ``model:column``, ``model:row``, ``expert`` or ``expert:4``.
