@@ -70,27 +70,6 @@ def swatch(colour: str, text: str, value: str = "") -> str:
 # ---- scales ----------------------------------------------------------------------------------------------------------
 
 
-def ticks(largest: float) -> list[float]:
-    """Round numbers from 0 to ``largest``, about four steps.
-
-    >>> ticks(1.96)
-    [0.0, 0.5, 1.0, 1.5]
-    """
-    if largest <= 0:
-        return [0.0]
-    step, decimals = _round_step(largest)
-    return [round(step * number, decimals) for number in range(floor(largest / step * 1.0001) + 1)]
-
-
-def _round_step(length: float) -> tuple[float, int]:
-    """A round number of which about ``_STEPS`` fit into ``length``, and the decimals of its multiples."""
-    rough = length / _STEPS
-    exponent = floor(log10(rough))
-    power = 10.0**exponent
-    step = next((factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999), 10 * power)
-    return step, 1 - exponent
-
-
 def span(low: float, high: float) -> float:
     """``high - low`` for an axis. Of numbers that hardly differ it is their size: labels have six digits.
 
@@ -103,7 +82,11 @@ def span(low: float, high: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Numbers from ``low`` to ``high`` along pixels from ``start`` to ``end``."""
+    """Numbers from ``low`` to ``high`` along pixels from ``start`` to ``end``.
+
+    >>> Axis(0.0, 1.96, 40.0, 338.0).ticks()
+    [0.0, 0.5, 1.0, 1.5]
+    """
 
     low: float
     high: float
@@ -123,9 +106,12 @@ class Axis:
 
     def ticks(self) -> list[float]:
         """Round numbers in between."""
-        step, decimals = _round_step(self.high - self.low)
-        first = ceil(self.low / step - 1e-9)
-        return [round(step * number, decimals) for number in range(first, floor(self.high / step + 1e-9) + 1)]
+        rough = (self.high - self.low) / _STEPS
+        exponent = floor(log10(rough))
+        power = 10.0**exponent
+        step = next((factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999), 10 * power)
+        numbers = range(ceil(self.low / step - 1e-9), floor(self.high / step + 1e-9) + 1)
+        return [round(step * number, 1 - exponent) for number in numbers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +146,11 @@ def scale_of(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float,
 def axis(left: float, width: float, y: float, largest: float, units: Sequence[tuple[float, str]]) -> list[str]:
     """A line with ticks; the unit stands behind the last number."""
     size, unit = scale_of(largest, units)
-    marks = ticks(largest / size)
+    scale = Axis(0.0, largest / size, left, left + width)
+    marks = scale.ticks()
     parts = [line(left, y, left + width, y, "axis")]
     for number, mark in enumerate(marks):
-        x = left + width * mark * size / largest
+        x = scale.at(mark)
         last = number == len(marks) - 1
         css = "quiet" if not number else "quiet end" if x > left + width - 18 else "quiet middle"
         parts += [line(x, y, x, y + 3, "axis"), text(x, y + 16, f"{mark:g}{f' {unit}' if last else ''}", css)]
