@@ -22,7 +22,7 @@ def test_bars_lie_where_actions_ran_with_boxing_at_their_end():
     assert (forward.rows, forward.start_s, forward.length_s) == ([0, 1], [0.0, 1.0], [0.75, 0.75])
     assert forward.labels == ["F0", "F0"]
     assert bars.measured["boxing"].start_s[:2] == [0.75, 5.5] and bars.measured["boxing"].length_s[1] == 0.5
-    assert bars.measured["optimizer"].start_s == [6.0, 6.0]
+    assert bars.measured["optimizer_step"].start_s == [6.0, 6.0]
     assert bars.measured_s == 6.5
 
 

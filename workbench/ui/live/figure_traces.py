@@ -11,6 +11,7 @@ from workbench.core.metrics import MEMORY_KINDS, MEMORY_LABELS
 from workbench.theme import Palette
 from workbench.ui.live import figure_layout as figure_layout
 from workbench.ui.live.figure_layout import measured_y, shown_ranks
+from workbench.ui.live.timeline_bars import KINDS
 
 OTHER = "other"
 """Memory of a process at its peak that is none of the kinds: temporaries, what the allocator keeps, libraries."""
@@ -133,12 +134,6 @@ def _hatched(colours: Palette) -> dict[str, Any]:
 def timeline_traces(num_ranks: int, colours: Palette) -> list[go.Bar]:
     """Hatched ground for idle time, measured bars by kind, thin simulated ones by kind."""
     rows = range(len(shown_ranks(num_ranks)))
-    fills = {
-        "forward": colours.forward,
-        "backward": colours.backward,
-        "optimizer": colours.optimizer_step,
-        "boxing": colours.boxing,
-    }
     place = {"orientation": "h", "xaxis": "x5", "yaxis": "y5"}
     idle = go.Bar(
         name="idle",
@@ -155,22 +150,22 @@ def timeline_traces(num_ranks: int, colours: Palette) -> list[go.Bar]:
         go.Bar(
             name=f"{kind}, measured",
             width=figure_layout.MEASURED / figure_layout.ROW,
-            marker={"color": fill, "line": {"color": colours.background, "width": 0.5}},
+            marker={"color": getattr(colours, kind), "line": {"color": colours.background, "width": 0.5}},
             hovertemplate="%{customdata}<extra></extra>",
             **nothing,
             **_inside("#10181f"),
         )
-        for kind, fill in fills.items()
+        for kind in KINDS
     ]
     simulated = [
         go.Bar(
             name=f"{kind}, simulated",
             width=figure_layout.SIMULATED / figure_layout.ROW,
             opacity=0.6,
-            marker={"color": fill, "line": {"width": 0}},
+            marker={"color": getattr(colours, kind), "line": {"width": 0}},
             hovertemplate="%{customdata}<extra></extra>",
             **nothing,
         )
-        for kind, fill in fills.items()
+        for kind in KINDS
     ]
     return [idle, *measured, *simulated]

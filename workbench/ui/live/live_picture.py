@@ -34,12 +34,6 @@ from workbench.ui.live.timeline_bars import KINDS, Bars, TimelineBars, timeline_
 from workbench.ui.number_text import percent, three_digits
 from workbench.units import format_bytes, format_seconds
 
-_FILL = {
-    "forward": "--wb-forward",
-    "backward": "--wb-backward",
-    "optimizer": "--wb-optimizer-step",
-    "boxing": "--wb-boxing",
-}
 _MOST_POINTS = 400
 _WIDTH = WIDE.width
 _PANES = [WIDE.pane(index)[:2] for index in range(len(TITLES))]
@@ -224,8 +218,9 @@ def _timeline(bars: TimelineBars, ranks: Sequence[int]) -> list[str]:
         parts += [_text(12, y + 13, f"rank {rank}", "start", "--wb-ink"), _text(12, y + 28, "simulated", "start")]
         parts.append(_rect(TIMELINE_LEFT, y, bars.measured_s * scale, MEASURED, ""))
     for kind in KINDS:
-        parts += _timeline_bars(bars.measured[kind], _FILL[kind], scale, 2, MEASURED, 1.0)
-        parts += _timeline_bars(bars.simulated[kind], _FILL[kind], scale, 2 + MEASURED + 4, SIMULATED, 0.6)
+        fill = f"--wb-{kind.replace('_', '-')}"
+        parts += _timeline_bars(bars.measured[kind], fill, scale, 2, MEASURED, 1.0)
+        parts += _timeline_bars(bars.simulated[kind], fill, scale, 2 + MEASURED + 4, SIMULATED, 0.6)
     bottom = WIDE.timeline_top + ROW * len(ranks)
     parts += [
         _rule(TIMELINE_LEFT, bottom, WIDE.timeline_right, bottom),

@@ -17,8 +17,9 @@ from workbench.ui.number_text import percent, signed_percent
 from workbench.ui.pictures.svg import text_width
 from workbench.units import format_bytes, format_seconds
 
-KINDS = ("forward", "backward", "optimizer", "boxing")
-_KIND_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "O": "optimizer"}
+KINDS = ("forward", "backward", "optimizer_step", "boxing")
+"""Of bars: their colours in a palette."""
+_KIND_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "O": "optimizer_step"}
 
 
 @dataclass
