@@ -142,6 +142,18 @@ class Controls:
         self.sequence = widgets.Checkbox(description="sequence", indent=False)
         self.overlap = self._number(1, 4096)
         self.precision = widgets.Dropdown(options=PRECISIONS, layout={"width": "62px"})
+        self.options: dict[str, widgets.Widget] = {
+            "num_micro_batches": self.micro_batches,
+            "schedule": self.schedule,
+            "zero": self.zero,
+            "shards": self.shards,
+            "context": self.context,
+            "recompute": self.recompute,
+            "offload": self.offload,
+            "sequence": self.sequence,
+            "overlap": self.overlap,
+            "precision": self.precision,
+        }
         self.text = widgets.Text(continuous_update=False, layout={"width": "auto"})
         self.pieces = html("", "wb-pieces")
         self.copy = button("Copy", lambda: None, "wb-copy", tooltip="copy the text; wb.Strategy(text) reads it")
@@ -160,19 +172,7 @@ class Controls:
         self.text.add_class("wb-text")
         for number in self.degrees.values():
             on_value(number, self._on_degrees)
-        options = {
-            "num_micro_batches": self.micro_batches,
-            "schedule": self.schedule,
-            "zero": self.zero,
-            "shards": self.shards,
-            "context": self.context,
-            "recompute": self.recompute,
-            "offload": self.offload,
-            "sequence": self.sequence,
-            "overlap": self.overlap,
-            "precision": self.precision,
-        }
-        for name, control in options.items():
+        for name, control in self.options.items():
             on_value(control, lambda change, name=name: self._on_option(**{name: change["new"]}))  # type: ignore[misc]
         on_value(self.text, lambda change: self._on_user(lambda state: state.set_text(change["new"])))
 
@@ -251,16 +251,14 @@ class Controls:
         self.sum.value = f'<span class="{"wb-sum" if fits else "wb-wrong-sum"}">{text}</span>'
 
     def _show_options(self, state: PanelState) -> None:
-        options = state.options
-        self.micro_batches.value = options.num_micro_batches
-        self.schedule.value = options.schedule or "1f1b"
-        self.schedule.disabled = state.written_degrees.pipeline == 1
-        self.zero.value, self.shards.value, self.shards.disabled = options.zero, options.shards, not options.zero
-        self.context.value, self.precision.value = options.context, options.precision
-        blocks = [(f"{options.recompute} blocks", options.recompute)] if options.recompute.isdecimal() else []
+        recompute = state.options.recompute
+        blocks = [(f"{recompute} blocks", recompute)] if recompute.isdecimal() else []
         self.recompute.options = (*_RECOMPUTE, *blocks)
-        self.recompute.value, self.sequence.value = options.recompute, options.sequence
-        self.offload.value, self.overlap.value = options.offload, options.overlap
+        for name, control in self.options.items():
+            value = getattr(state.options, name)
+            control.value = "1f1b" if name == "schedule" and not value else value
+        self.schedule.disabled = state.written_degrees.pipeline == 1
+        self.shards.disabled = not state.options.zero
 
     def _show_text(self, state: PanelState) -> None:
         self.text.value = state.text
