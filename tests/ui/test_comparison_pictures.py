@@ -12,10 +12,11 @@ import pytest
 
 from tests.ui.conftest import make_record
 from workbench.core.metrics import RunRecord
+from workbench.session.comparison.compare import CompareResult
 from workbench.ui.pictures.svg import text_width
 from workbench.ui.runs.detail_pictures import layer_times, layers_picture, memory_picture, prediction_picture
 from workbench.ui.runs.render_table import rows_table_html
-from workbench.ui.runs.report import runs_report_html
+from workbench.ui.runs.report import report_html
 from workbench.ui.runs.scatter_picture import place_labels, scatter_picture
 from workbench.ui.runs.table_rows import run_rows
 from workbench.ui.runs.table_widget import RunTable
@@ -156,7 +157,7 @@ def test_the_table_and_its_exports_have_the_pictures():
     run = replace(predicted("data", 0.03), layer_forward_s=FORWARD, layer_backward_s=BACKWARD)
     table = RunTable()
     table.add([run])
-    for html in (table.page.page, table.static_html(), table.exported("html"), runs_report_html([run])):
+    for html in (table.page.page, table.static_html(), table.exported("html"), report_html(CompareResult(None, [run]))):
         assert "Prediction against measurement" in html
         assert "Time by layer" in html
     table.select("data")

@@ -15,7 +15,7 @@ from workbench.core.metrics import RunRecord
 from workbench.core.verdict import TOLERANCES, Verdict
 from workbench.session.comparison.compare import CompareResult
 from workbench.session.comparison.subject import Subject
-from workbench.ui.runs.report import report_html, runs_report_html, verdict, write_report
+from workbench.ui.runs.report import report_html, verdict, write_report
 from workbench.ui.short_names import short_names
 
 
@@ -100,13 +100,13 @@ def test_the_summary_of_runs_that_differ_says_what_each_has(runs: list[RunRecord
     }
     first = replace(runs[0], settings=small)
     second = replace(runs[1], settings=large, losses=(1.0,) * 10, batch_size=64, num_ranks=4)
-    found = facts(runs_report_html([replace(runs[2], settings=small), first, second]))
+    found = facts(report_html(CompareResult(None, [replace(runs[2], settings=small), first, second])))
     assert found["Model"] == "mlp, 1.00 k parameters; cnn, 5.00 k parameters"
     assert found["What"] == "3 strategies, 3 to 10 steps each, batch 64 to 100"
     assert (found["Optimizer"], found["Machine"]) == ("SGD(); Adam()", "A; B")
     assert (found["Versions"], found["Seeds"], found["Ranks"]) == ("torch 2.12.0; torch 2.13.0", "0, 1", "2, 4")
-    assert "steps" not in facts(runs_report_html([runs[2]]))["What"], "it never began"
-    assert not {"Machine", "Versions"} & set(facts(runs_report_html(runs))), "not those of this process"
+    assert "steps" not in facts(report_html(CompareResult(None, [runs[2]])))["What"], "it never began"
+    assert not {"Machine", "Versions"} & set(facts(report_html(CompareResult(None, runs)))), "not those of this process"
 
 
 def test_strategies_of_the_same_seeds_have_the_same_weights(runs: list[RunRecord]):
@@ -115,10 +115,10 @@ def test_strategies_of_the_same_seeds_have_the_same_weights(runs: list[RunRecord
         for run in runs[:2]
         for n in (0, 1)
     ]
-    found = facts(runs_report_html(every))
+    found = facts(report_html(CompareResult(None, every)))
     assert found["What"] == "2 strategies, 3 steps each, batch 100, from the same weights in the same data order"
     assert found["Seeds"] == "0, 1; numbers are means \u00b1 standard deviations"
-    assert facts(runs_report_html(every[1:]))["What"] == "2 strategies, 3 steps each, batch 100"
+    assert facts(report_html(CompareResult(None, every[1:])))["What"] == "2 strategies, 3 steps each, batch 100"
 
 
 def make_tied() -> nn.Module:

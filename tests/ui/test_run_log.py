@@ -15,7 +15,7 @@ from workbench.ui.live.run_view import RunView
 
 @pytest.fixture
 def log() -> RunLog:
-    return RunLog(4, now=lambda: datetime(2026, 11, 22, 14, 2, 41, tzinfo=UTC))
+    return RunLog(now=lambda: datetime(2026, 11, 22, 14, 2, 41, tzinfo=UTC))
 
 
 def texts(log: RunLog) -> list[str]:

@@ -42,8 +42,7 @@ class Line:
 class RunLog:
     """The last ``MAX_LINES`` lines of a run; ``count`` is the number of all lines."""
 
-    def __init__(self, num_ranks: int, now: Callable[[], datetime] = datetime.now) -> None:
-        self.num_ranks = num_ranks
+    def __init__(self, now: Callable[[], datetime] = datetime.now) -> None:
         self.count = 0
         self.lines: deque[Line] = deque(maxlen=MAX_LINES)
         self._now = now
@@ -158,8 +157,7 @@ class LogSection:
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self.log = RunLog(num_ranks)
-        self._num_ranks = num_ranks
+        self.log = RunLog()
         self._shown: tuple[int, str] | None = None
         choices = [("all ranks", ""), *((f"rank {rank}", str(rank)) for rank in range(num_ranks))]
         self.ranks = widgets.Dropdown(options=choices, layout={"width": "110px"})
@@ -173,7 +171,7 @@ class LogSection:
 
     def clear(self) -> None:
         """Empty the log for another run."""
-        self.log, self._shown = RunLog(self._num_ranks), None
+        self.log, self._shown = RunLog(), None
 
     def show(self) -> None:
         """Show the newest lines, or only their number if they are not followed."""

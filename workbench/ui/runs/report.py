@@ -54,14 +54,6 @@ def report_html(result: CompareResult, title: str = "Comparison of strategies") 
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}\n</body></html>\n'
 
 
-def runs_report_html(
-    runs: Sequence[RunRecord], truths: Sequence[RunRecord] = (), title: str = "Comparison of strategies"
-) -> str:
-    """The page for runs that need not be of one comparison, with the one-device runs if there are some."""
-    settings = next((run.settings for run in runs if run.settings), {})
-    return report_html(CompareResult(next(iter(truths), None), list(runs), settings, list(truths[1:])), title)
-
-
 def verdict(runs: Sequence[RunRecord]) -> tuple[str, str]:
     """``("equal" | "warning" | "unequal" | "unknown", sentence)``: whether all runs equal one device."""
     failed = [run.name for run in runs if run.error is not None]

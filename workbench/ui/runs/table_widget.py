@@ -24,6 +24,7 @@ from workbench.ui.number_text import three_digits
 from workbench.ui.page_link import Downloads
 from workbench.ui.runs.comparable import place_of, task_of
 from workbench.ui.runs.render_table import below_html, comparison_html, table_style
+from workbench.ui.runs.report import report_html
 from workbench.ui.runs.table_rows import (
     COLUMNS,
     Row,
@@ -325,14 +326,12 @@ class RunTable:
         rows = self.rows
         if kind == "csv":
             return rows_csv(rows)
-        runs = self._whole_runs(rows)
+        truths = list(self._truths.values())
+        result = CompareResult(truths[0] if truths else None, self._whole_runs(rows), more_baselines=truths[1:])
         if kind == "json":
-            first, *more = self._truths.values() or (None,)
-            return CompareResult(first, runs, more_baselines=[one for one in more if one is not None]).to_json()
+            return result.to_json()
         if kind == "html":
-            from workbench.ui.runs.report import runs_report_html
-
-            return runs_report_html(runs, list(self._truths.values()))
+            return report_html(result)
         raise ValueError(f"export {kind!r}: there are {', '.join(_TYPES)}.")
 
     def _whole_runs(self, rows: Iterable[Row]) -> list[RunRecord]:
