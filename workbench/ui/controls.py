@@ -20,6 +20,7 @@ from workbench.ui.failures import guarded
 from workbench.ui.strategy.choices import Degrees
 from workbench.ui.strategy.edit_rows import clauses
 from workbench.ui.strategy.state import FIXES, PLANNED, PanelState
+from workbench.ui.tabs import TERMS
 
 PLANNING = "planning\u2026"
 _TIMES = "\u00d7"
@@ -28,21 +29,6 @@ _PRESET_TIPS = {
     "model": "linear layers, embeddings, convolutions, attention and experts are split over the ranks",
     "pipeline": "the model is cut into stages, one per rank",
     "hybrid": "the first half of the layers data, the second half model parallel",
-}
-_OPTION_TIPS = {
-    "micro-batches": "parts that a batch is cut into; the stages of a pipeline work on different ones",
-    "schedule": "in which order a stage works on its micro-batches",
-    "ZeRO": "what is cut over data-parallel ranks: 1 optimizer state, 2 gradients too, 3 parameters too",
-    "shards": "over so many data ranks ZeRO cuts, such as those of a host, with copies between the groups; 0: over all",
-    "context": "so many data ranks take the same samples, each a slice of their sequence; attention passes keys and "
-    "values round, or heads",
-    "recompute": "blocks run forward again in backward: less memory for activations, more computing. cheap keeps "
-    "results of products and attention, attention those of products with weights; the text takes a number of blocks",
-    "offload": "what lies in the host's memory, or for CPUs in files on a disk: less memory on the device, more time",
-    "sequence": "between model-parallel layers, the model axis splits the sequence instead of copying it",
-    "overlap": "pieces of a row-split layer's product: one is summed over ranks beside the product of the next; no "
-    "effect over shared memory or CUDA IPC",
-    "precision": "fp32, or autocast to 16 bits; fp8 is bf16 with products of linear layers in 8 bits",
 }
 _OFFLOAD = (("none", ""), *((choice if "+" not in choice else "both", choice) for choice in CHOICES))
 _RECOMPUTE = (("none", ""), ("cheap", "cheap"), ("attention", "attention"), ("full", "full"))
@@ -93,8 +79,8 @@ def label(text: str, *css: str) -> widgets.HTML:
 
 
 def field(text: str, control: widgets.Widget) -> widgets.HBox:
-    """A control with its label; they stay together when the bar wraps."""
-    control.tooltip = _OPTION_TIPS.get(text, "")
+    """A control with its label and its tip; they stay together when the bar wraps."""
+    control.tooltip = TERMS[text]
     return bar(label(text), control, css=("wb-field",))
 
 
@@ -139,7 +125,7 @@ class Controls:
         self.shards, self.context = self._number(0, 4096), self._number(1, 4096)
         self.recompute = widgets.Dropdown(options=_RECOMPUTE, layout={"width": "88px"})
         self.offload = widgets.Dropdown(options=_OFFLOAD, layout={"width": "88px"})
-        self.sequence = widgets.Checkbox(description="sequence", indent=False)
+        self.sequence = widgets.Checkbox(description="sequence", indent=False, tooltip=TERMS["sequence"])
         self.overlap = self._number(1, 4096)
         self.precision = widgets.Dropdown(options=PRECISIONS, layout={"width": "62px"})
         self.options: dict[str, widgets.Widget] = {

@@ -19,8 +19,9 @@ TERMS = {
     "model": "Each rank holds a part of the weight and computes a part of the result, for the same samples.",
     "expert": "Each rank holds some of the experts whole. Tokens go to the experts that they chose, and come back.",
     "stage": "A part of the model that lies on ranks of its own. A stage passes its activations on to the next.",
-    "micro-batch": "A part of the batch. With several of them the stages of a pipeline work at the same time; with one "
-    "they wait for each other.",
+    "micro-batches": "Parts that the batch is cut into. With several of them the stages of a pipeline work at the same "
+    "time; with one they wait for each other.",
+    "schedule": "In which order a stage works on its micro-batches.",
     "sbp": "How a tensor lies on its ranks, one entry for each axis of ranks: split, broadcast or partial sum.",
     "S(0), S(1)": "Split: each rank holds a slice. The number is the dim that is cut, counted from 0; "
     "dim 0 of an activation is the batch.",
@@ -29,19 +30,23 @@ TERMS = {
     "boxing": "The exchange that brings a tensor from one layout into another, where the next layer needs it. The "
     "violet badges show where, by which collective, and how many bytes.",
     "ZeRO": "What is cut over data-parallel ranks to save memory: 1 optimizer state, 2 gradients too, 3 weights too.",
-    "shards": "Over how many data ranks ZeRO cuts. Groups of so many ranks, such as those of a host, hold copies of "
-    "one another.",
+    "shards": "Over how many data ranks ZeRO cuts; 0: over all. Groups of so many ranks, such as those of a host, hold "
+    "copies of one another.",
     "context": "How many data ranks take the same samples, each a slice of their sequence, through whole blocks. In "
     "attention, keys and values go round, or each rank takes some heads, whichever sends less.",
-    "recompute": "Blocks run forward a second time during backward instead of keeping their activations.",
+    "recompute": "Blocks run forward a second time during backward instead of keeping their activations. cheap keeps "
+    "results of products and attention, attention those of products with weights; the text takes a number of blocks.",
     "offload": "What lies in the host's memory, or for CPUs in files on a disk, and comes to the device where it is "
     "needed: the optimizer's state for each update, activations for backward.",
     "sequence": "Between layers that are split by model, activations are split along the sequence (dim 1) "
     "instead of being copied. Norms then take less memory.",
     "overlap": "In how many pieces a layer that is split by rows computes. The sum over ranks of one piece runs beside "
     "the product of the next; 1 sums the whole result afterwards. Over shared memory and CUDA IPC it changes nothing.",
-    "links": "How many bytes per second two ranks exchange, inside a host and between hosts.",
-    "products": "How many operations per second a rank does in matrix products (flop/s).",
+    "precision": "fp32, or autocast to 16 bits; fp8 is bf16 with products of linear layers in 8 bits.",
+    "links": "How many bytes per second two ranks exchange, inside a host and between hosts. Latencies have no slider.",
+    "memory": "How many bytes a rank may hold.",
+    "products": "How many operations per second a rank does in matrix products (flop/s). The bandwidth of its memory "
+    "has no slider.",
     "(shared), (gloo)": "How engines exchange tensors: through memory that the processes of one host share, or over "
     "sockets; (ipc): through memory of the GPUs, (nccl): by NCCL, (mixed): shared inside a host, gloo between hosts.",
     "equal to 1 device": "The largest difference of a loss to the run on one device, from the same weights and on the "
@@ -53,7 +58,7 @@ TERMS = {
     "boxings: temporaries, what the allocator keeps for later, libraries.",
     "peak": "The largest memory of a rank's process above what it needed before the model was there.",
 }
-"""By word, in the order in which a reader meets them."""
+"""By word, in the order in which a reader meets them. Fields of these names have them as tips."""
 
 
 def legend_html() -> str:

@@ -13,16 +13,11 @@ from workbench.cost.hardware_files import known_machines, load_hardware
 from workbench.ui.controls import bar, button, html, label, on_value
 from workbench.ui.planning.machine_factors import MachineFactors, factor_text, machine_number
 from workbench.ui.planning.predictor import Predictor
+from workbench.ui.tabs import TERMS
 
 MOST_RANKS = 256
 NO_MACHINE = "none"
 _LABELS = {"links": "links", "memory": "memory", "flops": "products"}
-_TIPS = {
-    "links": "bytes per second between ranks, by reach; latencies stay",
-    "memory": "bytes that a rank may hold",
-    "flops": "operations per second of matrix products; the memory's bandwidth stays",
-    "ranks": "how many ranks the strategy is for",
-}
 
 
 class MachineBar:
@@ -50,7 +45,7 @@ class MachineBar:
         self.sliders = {name: _slider(name) for name in _LABELS}
         self.values = {name: html("", "wb-machine-value") for name in _LABELS}
         self.ranks = widgets.SelectionSlider(options=_ranks(num_ranks), value=num_ranks, layout={"width": "112px"})
-        self.ranks.tooltip = _TIPS["ranks"]
+        self.ranks.tooltip = "how many ranks the strategy is for"
         self.reset = button("Reset", self._on_reset, tooltip="the machine as it is, and the ranks that there are")
         on_value(self.machine, self._on_chosen)
         on_value(self.ranks, lambda change: self._user(lambda: self._on_ranks(change["new"])))
@@ -122,7 +117,7 @@ class MachineBar:
 def _slider(name: str) -> widgets.FloatLogSlider:
     """A slider from a 64th to 64 times, in half powers of two."""
     return widgets.FloatLogSlider(
-        1.0, base=2, min=-6, max=6, step=0.5, readout=False, tooltip=_TIPS[name], layout={"width": "92px"}
+        1.0, base=2, min=-6, max=6, step=0.5, readout=False, tooltip=TERMS[_LABELS[name]], layout={"width": "92px"}
     )
 
 
