@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.timeouts import WAIT_TIMEOUT_S
 from tests.ui.reports import FakeTrainer
 from workbench.ui.panel import Panel
+from workbench.ui.tabs import TERMS
 
 
 def test_the_page_shows_where_something_begins(panel: Panel, trainer: FakeTrainer):
@@ -39,3 +40,9 @@ def test_run_and_the_state_stay_in_sight(panel: Panel):
     assert "wb-stays" in stays._dom_classes
     there = {child for bar in stays.children for child in getattr(bar, "children", ())}
     assert {panel._editor.controls.run, panel._editor.controls.problems, *status.parts} <= there
+
+
+def test_fields_have_the_words_of_the_legend_as_tips(panel: Panel):
+    controls = panel._editor.controls
+    assert controls.sequence.tooltip == TERMS["sequence"] and controls.zero.tooltip == TERMS["ZeRO"]
+    assert panel._editor.machine.sliders["flops"].tooltip == TERMS["products"]
