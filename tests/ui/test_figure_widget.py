@@ -11,8 +11,10 @@ import plotly.graph_objects as go
 import pytest
 
 from tests.timeouts import WAIT_TIMEOUT_S
+from tests.ui.reports import block
 from workbench.ui.live import live_figure
 from workbench.ui.live.figure_widget import LiveFigureWidget
+from workbench.ui.live.history import History
 
 
 @pytest.fixture
@@ -46,6 +48,19 @@ def test_what_stayed_as_it_was_is_not_sent(widget: LiveFigureWidget, sent: list[
     with widget.drawing():
         widget.figure = live_figure.empty_figure(1, 10)
     assert sent == []
+
+
+def test_old_points_of_a_run_are_not_sent_again(widget: LiveFigureWidget, sent: list[dict[str, Any]]):
+    history = History(1000, 1)
+    for first_step, count in ((0, 150), (150, 5)):
+        history.add([block(first_step, (1.0,) * count, time_s=(0.1,), boxing_s=(0.0,))])
+        with widget.drawing() as figure:
+            live_figure.show_curves(figure, history)
+    _, last = sent
+    assert len(trace_of(widget, *names(widget, "throughput")).x) == 150
+    assert not names(widget, "throughput", "median", "this run") & set(last)
+    [newest] = (last[name] for name in names(widget, "throughput, newest"))
+    assert newest["x"] == [150, 151, 152, 153, 154, 155]
 
 
 def test_drawings_inside_a_drawing_are_sent_with_it(widget: LiveFigureWidget, sent: list[dict[str, Any]]):

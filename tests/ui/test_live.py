@@ -23,7 +23,7 @@ def test_what_was_reported_is_put_into_the_figure():
     figure = live_figure.empty_figure(2, 10)
     history = History(10, 2)
     history.add([block(0, (2.0,), memory=MEMORY)])
-    live_figure.show_curves(figure, history, {})
+    live_figure.show_curves(figure, history)
     live_figure.show_memory(figure, history)
     live_figure.show_split(figure, history.split, history.boxed_bytes)
     assert list(trace(figure, "throughput, newest").y) == pytest.approx([500])
@@ -34,19 +34,6 @@ def test_what_was_reported_is_put_into_the_figure():
     assert trace(figure, "boxing").text[0] == "40 %"
     assert figure.layout.xaxis3.ticksuffix == " MB"
     assert "500 samples/s now" in titles(figure)[0] and "1.00 kB boxed per step" in titles(figure)[3]
-
-
-def test_old_points_are_not_sent_again():
-    figure, history, versions = live_figure.empty_figure(1, 1000), History(1000, 1), {}
-    history.add([block(0, (1.0,) * 150, time_s=(0.1,), boxing_s=(0.0,))])
-    live_figure.show_curves(figure, history, versions)
-    settled = trace(figure, "throughput").x
-    assert len(settled) == 150
-    history.add([block(150, (1.0,) * 5, time_s=(0.1,), boxing_s=(0.0,))])
-    trace(figure, "throughput").x = np.zeros(3)
-    live_figure.show_curves(figure, history, versions)
-    assert len(trace(figure, "throughput").x) == 3, "untouched"
-    assert list(trace(figure, "throughput, newest").x) == [150, 151, 152, 153, 154, 155]
 
 
 def test_a_timeline_has_a_row_per_rank_measured_above_simulated():

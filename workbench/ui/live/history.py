@@ -164,9 +164,8 @@ TAIL_POINTS = 100
 class Curve:
     """Points (x, y) in order of x: at most ``MAX_POINTS`` settled ones, and a tail of at most ``TAIL_POINTS``.
 
-    An update changes the tail only, so only the tail is sent again. A full tail joins the settled points, and
-    ``version`` rises. Of too many settled points, the smallest and the largest of every stretch of x remain, so spikes
-    survive.
+    An update changes the tail only, so only the tail is sent again. A full tail joins the settled points. Of too many
+    settled points, the smallest and the largest of every stretch of x remain, so spikes survive.
 
     >>> curve = Curve()
     >>> curve.add(range(5000), [0.0] * 2500 + [9.0] + [0.0] * 2499)
@@ -175,7 +174,6 @@ class Curve:
     """
 
     def __init__(self) -> None:
-        self.version = 0
         self._width = 0.0  # width of the stretches of x in which two points remain; zero while all points remain
         self.settled: tuple[np.ndarray, np.ndarray] = (np.zeros(0), np.zeros(0))
         self._tail_x: list[float] = []
@@ -212,7 +210,6 @@ class Curve:
             x, y = thin(x, y, self._width)
         self.settled = x, y
         self._tail_x, self._tail_y = [], []
-        self.version += 1
 
 
 WINDOW_S = 1.0

@@ -51,15 +51,11 @@ def empty_figure(num_ranks: int, num_steps: int, colours: Palette = LIGHT, frame
     return figure
 
 
-def show_curves(
-    figure: go.Figure, history: History, versions: dict[str, int], colours: Palette = LIGHT, has_ended: bool = False
-) -> None:
-    """Add the newest points. ``versions`` records the points of the page, so that old ones are not sent again."""
+def show_curves(figure: go.Figure, history: History, colours: Palette = LIGHT, has_ended: bool = False) -> None:
+    """Draw throughput and loss by step, and their latest values in the titles."""
     curves = (("throughput", history.rate), ("median", history.median_rate), ("this run", history.loss))
     for name, curve in curves:
-        if versions.get(name) != curve.version:
-            versions[name] = curve.version
-            _set(figure, name, *curve.settled)
+        _set(figure, name, *curve.settled)
         _set(figure, f"{name}, newest", *curve.tail)
     rate, loss = history.latest_rate, history.latest_loss
     _entitle(

@@ -66,7 +66,6 @@ class RunView:
         self._clock = time.monotonic
         self.stopwatch = Stopwatch(lambda: self._clock())
         self._drawn_s = dict.fromkeys(INTERVALS_S, 0.0)
-        self._versions: dict[str, int] = {}
         self._step_shown = -1
         self._seen, self._status_seen, self._label, self._ended, self._num_runs = True, True, "", "", 0
         self._expected: Any = None
@@ -127,7 +126,7 @@ class RunView:
         self.log_section.clear()
         self.log.say(title if text in title else f"{title}: {text}")
         self.stopwatch.start()
-        self._label, self._versions, self._one_device, self._ended, self._compiles = title, {}, [], "", (-1, "")
+        self._label, self._one_device, self._ended, self._compiles = title, [], "", (-1, "")
         self._num_runs, self._step_shown = self._num_runs + 1, -1
         self._expected = self._limit_at = self._record = None
         self.title.value = title_html([title], text)
@@ -295,7 +294,7 @@ class RunView:
         history = self.history
         with self.shown.drawing() as figure:
             if "curves" in due:
-                live_figure.show_curves(figure, history, self._versions, self._colours, bool(self._ended))
+                live_figure.show_curves(figure, history, self._colours, bool(self._ended))
                 live_figure.show_steps(figure, history.last_step, history.num_steps)
             if "shares" in due:
                 expected = self._limit[0], self._peak_bytes
@@ -386,7 +385,7 @@ class RunView:
             self.shown.figure = fresh = self._fresh_figure()
             live_figure.keep_prediction(fresh, figure)
             live_figure.show_legends(fresh, self._colours)
-            self._versions, self._step_shown = {}, -1
+            self._step_shown = -1
             if self.history.last_step:
                 self._draw_figure({"curves", "shares", "timeline"})
             if self._one_device:
