@@ -210,9 +210,7 @@ def _set_bars(trace: Any, bars: Bars, place: Any, divisor: float, px_per_s: floa
 
 
 def _entitle(figure: go.Figure, index: int, detail: str, colours: Palette, name: str | None = None) -> None:
-    text = titled(name or TITLES[index], detail, colours)
-    if figure.layout.annotations[index].text != text:
-        figure.layout.annotations[index].text = text
+    figure.layout.annotations[index].text = titled(name or TITLES[index], detail, colours)
 
 
 def _trace(figure: go.Figure, name: str) -> Any:

@@ -44,9 +44,7 @@ class RunStatus:
         """``css`` is one of running, paused, done, failed."""
         if self.is_stopping and css.startswith("running"):
             word, detail = "stopping", "after this step"
-        value = f'<span class="wb-state {css}"><i></i>{escape(word)} <b>{escape(detail)}</b></span>'
-        if self.state.value != value:
-            self.state.value = value
+        self.state.value = f'<span class="wb-state {css}"><i></i>{escape(word)} <b>{escape(detail)}</b></span>'
 
     def show_phase(self, name: str, done: int, total: int, detail: str, left_s: float) -> None:
         """Show work before the run's own steps: ``"one device first: step 12 of 20"``."""
