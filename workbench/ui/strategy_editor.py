@@ -214,7 +214,7 @@ class StrategyEditor:
 
     def _on_event(self, event: dict[str, Any]) -> None:
         """Handle an event of the grid: an edit, a chosen row, a request to run, or the page's theme."""
-        kind, value, rows = event["event"], event.get("value"), event.get("rows", [])
+        kind, value, rows = str(event.get("event")), event.get("value"), event.get("rows", [])
         actions: dict[str, Callable[[PanelState], Any]] = {
             "choice": lambda state: state.set_choice(rows, str(value)),
             "stage": lambda state: state.set_stage(rows, int(value or 0)),

@@ -12,10 +12,6 @@ from workbench.theme import style_sheet
 from workbench.ui.assets import asset
 from workbench.ui.failures import guarded
 
-EVENTS = (
-    *("choice", "stage", "fold", "select", "find", "tensor", "fix"),
-    *("open", "undo", "redo", "run", "theme"),
-)
 SCRIPTS = ("draw_cells.js", "draw_grid.js", "controls.js", "panel_page.js", "grid.js")
 STYLES = ("panel.css", "grid.css", "predictions.css", "plan.css")
 PANEL_CLASS = "wb-panel"
@@ -39,5 +35,4 @@ class LayerGrid(anywidget.AnyWidget):
         self.on_msg(guarded(self._receive))
 
     def _receive(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
-        if content.get("event") in EVENTS:
-            self._on_event(content)
+        self._on_event(content)
