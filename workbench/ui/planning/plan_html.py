@@ -18,7 +18,7 @@ from workbench.planning.incumbents import PricedStrategy
 from workbench.planning.one_device import DEGREES, fits, is_faster, one_device
 from workbench.planning.plan import Plan
 from workbench.planning.problem import Problem
-from workbench.planning.strategy_comparison import PARTS, StrategyDifference, WhyNot, compare_with_best
+from workbench.planning.strategy_comparison import StrategyDifference, WhyNot, compare_with_best
 from workbench.planning.write_strategy import write_strategy
 from workbench.ui.assets import element
 from workbench.ui.number_text import MINUS, TIMES, signed_percent, three_digits
@@ -30,20 +30,14 @@ _BAR = 84
 _CHANGE = 30
 _MANY_TIMES = 10
 """As slow: written as a factor, not in percent."""
-_NAMES = {
-    "compute_s": "compute",
-    "boxing_s": "boxing of activations",
-    "gradient_s": "boxing of gradients",
-    "bubble_s": "bubble",
-    "optimizer_s": "optimizer",
+_PARTS = {
+    "compute_s": ("compute", "compute"),
+    "boxing_s": ("boxing of activations", "boxing"),
+    "gradient_s": ("boxing of gradients", "boxing"),
+    "bubble_s": ("bubble", "idle"),
+    "optimizer_s": ("optimizer", "optimizer-step"),
 }
-_COLOURS = {
-    "compute_s": "var(--wb-compute)",
-    "boxing_s": "var(--wb-boxing)",
-    "gradient_s": "var(--wb-boxing)",
-    "bubble_s": "var(--wb-idle)",
-    "optimizer_s": "var(--wb-optimizer-step)",
-}
+"""Name and colour of each part of a step."""
 
 
 @dataclass(frozen=True)
@@ -206,12 +200,12 @@ def _other(priced: PricedPlan, found: PricedStrategy, chosen: PricedStrategy, sl
 
 def _split(estimate: Estimate, slowest: float) -> str:
     """A step as a bar of its parts."""
-    parts = [(part, getattr(estimate, part)) for part in PARTS]
-    description = ", ".join(f"{_NAMES[part]} {format_seconds(seconds)}" for part, seconds in parts if seconds > 0)
-    widths = [(part, _BAR * seconds / slowest) for part, seconds in parts]
+    parts = [(name, colour, getattr(estimate, part)) for part, (name, colour) in _PARTS.items()]
+    description = ", ".join(f"{name} {format_seconds(seconds)}" for name, _, seconds in parts if seconds > 0)
+    widths = [(colour, _BAR * seconds / slowest) for _, colour, seconds in parts]
     bars = [
-        element("i", style=f"width: {width:.1f}px; background: {_COLOURS[part]}")
-        for part, width in widths
+        element("i", style=f"width: {width:.1f}px; background: var(--wb-{colour})")
+        for colour, width in widths
         if width >= 0.3
     ]
     return element("span", *bars, css="wb-split", title=description, role="img", aria_label=description)
@@ -239,7 +233,7 @@ def _why_not(priced: PricedPlan, strategy: Strategy) -> str:
 
 def _changes(plan: Estimate, shown: Estimate) -> str:
     """For each part, seconds of the plan, of the shown strategy, and the difference."""
-    pairs = [(_NAMES[part], getattr(plan, part), getattr(shown, part), _COLOURS[part]) for part in PARTS]
+    pairs = [(name, getattr(plan, part), getattr(shown, part), colour) for part, (name, colour) in _PARTS.items()]
     pairs = [pair for pair in pairs if max(pair[1:3]) > 1e-6 * max(plan.step_s, shown.step_s)]
     largest = max((abs(there - here) for _, here, there, _ in pairs), default=0.0) or 1.0
     rows = [
@@ -277,7 +271,7 @@ def _diverging(share: float, colour: str) -> str:
     """A bar to the right of the middle for more, to the left for less."""
     width = abs(share) * _CHANGE
     left = _CHANGE if share > 0 else _CHANGE - width
-    bar = element("i", style=f"left: {left:.1f}px; width: {width:.1f}px; background: {colour}")
+    bar = element("i", style=f"left: {left:.1f}px; width: {width:.1f}px; background: var(--wb-{colour})")
     return element("span", bar, css="wb-change", aria_hidden="true")
 
 
