@@ -50,7 +50,7 @@ def test_rows_are_sorted_with_failures_and_one_device_last(runs: list[RunRecord]
     assert [row.split("|")[0] for row in rows] == ["strategy", "data", "model", "pipeline", "1 device"]
     dashes = "|".join("\u2013" * 2)
     assert (
-        rows[1] == f"data|*: data|5\u202f000|1.25\u00d7|8.00 MB|1.23 MB|{dashes}|20.0 ms|\u2013|0.110|1.00|\u2713 2e-7|"
+        rows[1] == f"data|*: data|5\u202f000|1.25\u00d7|8.00 MB|1.23 MB|{dashes}|20.0 ms|\u2013|0.11|1.00|\u2713 2e-7|"
     )
     assert "not run: stage 9 of 2 stages" in rows[3]
     assert rows[4].endswith("|reference|")

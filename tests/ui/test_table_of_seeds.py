@@ -48,7 +48,7 @@ def test_runs_of_several_seeds_are_one_row_with_mean_and_spread(seeds: RunTable)
     assert [(row.key, row.name) for row in seeds.rows if not row.is_truth] == [("data-0", "data"), ("model", "model")]
     row = seeds.rows[0]
     assert row.values["samples_per_s"] == 5000 and row.spread["samples_per_s"] == pytest.approx(100)
-    assert row.values["final_loss"] == pytest.approx(1.1) and row.spread_text("final_loss") == "\u00b1 0.100"
+    assert row.values["final_loss"] == pytest.approx(1.1) and row.spread_text("final_loss") == "\u00b1 0.1"
     page = seeds.page.page
     assert ">3 seeds<" in page and "over the seeds 0, 1, 2" in page and "\u00b1 100" in page
     assert page.count("<u style=") == 1, "an error bar on the bar of the mean"

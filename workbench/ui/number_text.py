@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from workbench.units import format_number
+
 DASH = "\u2013"
 NOT_CHECKED = "unchecked"
 """The difference of a run that was not compared with one device."""
@@ -34,12 +36,7 @@ def grouped(number: float) -> str:
 
 def three_digits(number: float) -> str:
     """Three significant digits or more: 17.62 -> ``'17.6'``, 28123 -> ``'28\u202f123'``, 4.123e-5 -> ``'4.12e-05'``."""
-    magnitude = abs(number)
-    if magnitude >= 99.95 or number == 0:
-        return grouped(number)
-    if magnitude < 0.0995:
-        return f"{number:.3g}"
-    return f"{number:.1f}" if magnitude >= 9.995 else f"{number:.2f}" if magnitude >= 0.9995 else f"{number:.3f}"
+    return format_number(number, grouping=",").replace(",", "\u202f")
 
 
 def short_number(number: float) -> str:
