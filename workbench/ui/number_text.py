@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from workbench.units import format_number
 
@@ -42,6 +43,11 @@ def three_digits(number: float) -> str:
 def short_number(number: float) -> str:
     """A round number beside an axis: 12000 -> ``'12k'``, 0.25 -> ``'0.25'``."""
     return f"{number / 1000:g}k" if abs(number) >= 10_000 else f"{number:g}"
+
+
+def from_to(ascending: Sequence[object]) -> str:
+    """The first and the last of some values: ``'3 to 10'``, ``'3'`` where both read the same; empty without any."""
+    return " to ".join(dict.fromkeys(map(str, [*ascending[:1], *ascending[-1:]])))
 
 
 def signed_percent(share: float) -> str:

@@ -8,6 +8,7 @@ from html import escape
 import ipywidgets as widgets
 
 from workbench.ui.controls import html
+from workbench.ui.number_text import from_to
 from workbench.units import format_bytes, format_seconds
 
 
@@ -91,12 +92,12 @@ def device_line(devices: Sequence[dict[str, float]], flops_per_s: float = 0.0) -
     gpus = {device.get("gpu", rank): device for rank, device in enumerate(devices)}  # ranks may share one
     parts = []
     if busy := _known(gpus.values(), "busy"):
-        parts.append(f"{_from_to([f'{100 * share:.0f}' for share in busy])} % busy")
+        parts.append(f"{from_to([f'{100 * share:.0f}' for share in busy])} % busy")
     if used := _known(gpus.values(), "used"):
         total = format_bytes(max(_known(gpus.values(), "total"), default=0.0))
-        parts.append(f"{_from_to([format_bytes(size) for size in used])} of {total} in use")
+        parts.append(f"{from_to([format_bytes(size) for size in used])} of {total} in use")
     if pool := _known(devices, "pool"):
-        parts.append(f"{_from_to([format_bytes(size) for size in pool])} reserved by a rank")
+        parts.append(f"{from_to([format_bytes(size) for size in pool])} reserved by a rank")
     peaks = _known(gpus.values(), "peak_flops_per_s")
     if flops_per_s and len(peaks) == len(gpus):
         parts.append(f"{100 * flops_per_s / sum(peaks):.0f} % of {'its' if len(gpus) == 1 else 'their'} peak flop/s")
@@ -106,7 +107,3 @@ def device_line(devices: Sequence[dict[str, float]], flops_per_s: float = 0.0) -
 def _known(devices: Iterable[dict[str, float]], kind: str) -> list[float]:
     """The values that are known, ascending."""
     return sorted(device[kind] for device in devices if kind in device)
-
-
-def _from_to(texts: list[str]) -> str:
-    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"

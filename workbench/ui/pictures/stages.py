@@ -15,6 +15,7 @@ from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout, format_sbp
 from workbench.core.sbp import Broadcast, Partial, Split
 from workbench.theme import Palette, palette
+from workbench.ui.number_text import from_to
 from workbench.ui.pictures.matmul import draw_matrix
 from workbench.ui.pictures.matmul_layouts import ShardedMatrix, layout_of
 from workbench.ui.pictures.svg import Box, Picture, arrow, document, lengths, rect, text
@@ -156,15 +157,10 @@ def stage_text(stage: ShardedMatrix) -> str:
     layout = layout_of_stage(stage)
     shapes = [layout.local_shape(stage.shape, rank) for rank in stage.ranks]
     sides = zip(("rows", "columns"), stage.shape, zip(*shapes, strict=True), strict=True)
-    parts = [f"{_from_to(sizes)} {side}" for side, whole, sizes in sides if min(sizes) < whole]
+    parts = [f"{from_to(sorted(sizes))} {side}" for side, whole, sizes in sides if min(sizes) < whole]
     each = " and ".join(parts) or "all of it"
     description = f"rank{'s' * (len(stage.ranks) > 1)} {format_ranks(stage.ranks)}, weight {list(stage.shape)}"
     return f"{description} {format_sbp(layout.sbp)}, {each} each"
-
-
-def _from_to(sizes: Sequence[int]) -> str:
-    low, high = min(sizes), max(sizes)
-    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def _follows(stage: ShardedMatrix, first: ShardedMatrix) -> bool:

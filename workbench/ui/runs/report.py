@@ -15,7 +15,7 @@ from workbench.session.comparison.compare import CompareResult
 from workbench.session.comparison.machine import versions_text
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
-from workbench.ui.number_text import NOT_CHECKED, short_difference
+from workbench.ui.number_text import NOT_CHECKED, from_to, short_difference
 from workbench.ui.runs.comparable import task_of
 from workbench.ui.runs.render_table import runs_html
 from workbench.units import format_count
@@ -108,20 +108,14 @@ def _what(runs: Sequence[RunRecord], tables: Sequence[RunRecord]) -> str:
     """How many strategies, steps and samples, and whether all began alike; ``tables`` has one record per strategy."""
     begun = [run for run in tables if run.losses]
     seeds = {tuple(sorted(run.settings.get("seeds") or [run.settings.get("seed")])) for run in begun}
-    steps = _range(len(run.losses) for run in begun)
+    steps = from_to(sorted(len(run.losses) for run in begun))
     parts = [
         f"{len(tables)} {'strategy' if len(tables) == 1 else 'strategies'}",
         f"{steps} {'step' if steps == '1' else 'steps'} each" if begun else "",
-        f"batch {_range(run.batch_size for run in runs)}",
+        f"batch {from_to(sorted(run.batch_size for run in runs))}",
         "from the same weights in the same data order" if len(seeds) == len(set(map(task_of, begun))) == 1 else "",
     ]
     return ", ".join(filter(None, parts))
-
-
-def _range(numbers: Iterable[int]) -> str:
-    """``"3"`` where all are the same, or ``"3 to 10"``; empty without any."""
-    known = sorted(set(numbers))
-    return " to ".join(map(str, dict.fromkeys([*known[:1], *known[-1:]])))
 
 
 def _listed(texts: Iterable[str]) -> str:
