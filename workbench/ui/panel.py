@@ -121,6 +121,10 @@ class Panel(widgets.VBox):
         if callable(session):
             raise ValueError(panel_texts.model_first(session))
         job = (model_fn, dataset, loss_fn, collate_fn)
+        options: dict[str, Any] = {
+            "batch_size": batch_size, "steps": steps, "seed": seed,
+            "optimizer_fn": optimizer_fn, "collate_fn": collate_fn, "count": count,
+        }  # fmt: skip
         self._is_offline = is_offline = session is None and trainer is None
         if is_offline:
             if num_ranks is None:
@@ -131,18 +135,14 @@ class Panel(widgets.VBox):
         if trainer is None:
             trainer = SessionTrainer(
                 session, model_fn, dataset, loss_fn, strategy=strategy, keep=saved, check_steps=check_steps, log=log,
-                batch_size=batch_size, steps=steps, optimizer_fn=optimizer_fn, seed=seed,
-                collate_fn=collate_fn, shuffle=shuffle, drop_last=drop_last, count=count,
+                shuffle=shuffle, drop_last=drop_last, **options,
             )  # fmt: skip
         trained = trainer
         optimizer, note = offline_trainer.optimizer_name(optimizer_fn, trainer.layers)
         predictor = Predictor(hardware, batch_size, optimizer, lambda: trained.compiles, note)
         predictor.costs, predictor.problem = costs, predictor.problem if session else "costs of the layers: not known"
-        self._job: dict[str, Any] = {
-            "model_fn": model_fn, "dataset": None if offline_trainer.is_shape(dataset) else dataset, "loss_fn": loss_fn,
-            "optimizer_fn": optimizer_fn, "collate_fn": collate_fn, "count": count,
-            "batch_size": batch_size, "steps": steps, "seed": seed,
-        }  # fmt: skip
+        samples = None if offline_trainer.is_shape(dataset) else dataset
+        self._job: dict[str, Any] = {"model_fn": model_fn, "dataset": samples, "loss_fn": loss_fn, **options}
         self._no_run = offline_trainer.NO_ENGINES if is_offline else ""
         self._failures = Failures()
         guard = self._failures.guard
