@@ -14,6 +14,7 @@ from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
 from workbench.ui.strategy.choices import Choice, Degrees
 from workbench.ui.strategy.edit_rows import clauses
+from workbench.ui.strategy.fixes import apply_fix
 from workbench.ui.strategy.state import PanelState
 
 
@@ -85,14 +86,14 @@ def test_a_mistake_stays_at_its_row_and_pictures_keep_the_last_valid_choice():
 def test_fixes_can_be_applied():
     state = make("pipeline")
     state.set_stage(["head"], 0)
-    assert state.apply_fix("use stage 1", "head") and state.can_run
+    assert apply_fix(state, "use stage 1", "head") and state.can_run
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_degree_fix_fits_the_ranks(num_ranks: int):
     state = make(num_ranks=num_ranks)
     state.set_degrees(Degrees(1, 3, 1))
-    assert state.apply_fix(state.mistakes[0].fixes[0]) and state.can_run
+    assert apply_fix(state, state.mistakes[0].fixes[0]) and state.can_run
     assert state.degrees.num_ranks == num_ranks
 
 
@@ -100,12 +101,12 @@ def test_an_unknown_layer_is_replaced_by_the_nearest_name():
     state = make()
     state.set_text("fc11: model")
     assert "nearest" in state.mistakes[0].message and not state.can_run
-    assert state.apply_fix("write 'fc1: model'")
+    assert apply_fix(state, "write 'fc1: model'")
     assert state.text == "fc1: model" and state.can_run
 
 
 def test_a_fix_that_only_the_user_can_do_is_refused():
-    assert not make().apply_fix("put a layer on stage 1, or renumber")
+    assert not apply_fix(make(), "put a layer on stage 1, or renumber")
 
 
 @pytest.mark.parametrize("choice", ["model:column", "model:row", "model", "data"])
@@ -269,7 +270,7 @@ def test_a_fix_at_a_group_is_for_all_its_layers():
     state.set_stage(["blocks.[4-7]"], 1)
     state.set_stage(["ln_f", "lm_head"], 0)
     assert state.num_problems == 1
-    assert state.apply_fix("use stage 1", "ln_f") and state.apply_fix("use stage 1", "lm_head") and state.can_run
+    assert apply_fix(state, "use stage 1", "ln_f") and apply_fix(state, "use stage 1", "lm_head") and state.can_run
 
 
 def test_presets_that_cannot_be_made_say_why():
@@ -323,7 +324,7 @@ def test_experts_are_toggled_and_other_layers_of_the_row_keep_their_choice():
     assert state.can_run and state.resolved.layers[1].over_data == 2
     state.set_choice(["*"], "expert:3")
     assert not state.can_run and "write '*: expert:4'" in state.mistakes[0].fixes
-    state.apply_fix("write '*: expert:4'")
+    apply_fix(state, "write '*: expert:4'")
     assert state.can_run
     state.set_choice(["*"], "data")
     assert state.text == "*: data | 1x2x2"

@@ -19,7 +19,8 @@ from workbench.ui.assets import element
 from workbench.ui.failures import guarded
 from workbench.ui.strategy.choices import Degrees
 from workbench.ui.strategy.edit_rows import clauses
-from workbench.ui.strategy.state import FIXES, PLANNED, PanelState
+from workbench.ui.strategy.fixes import can_apply
+from workbench.ui.strategy.state import PLANNED, PanelState
 from workbench.ui.tabs import TERMS
 
 PLANNING = "planning\u2026"
@@ -275,21 +276,18 @@ class Controls:
 def _hints(state: PanelState) -> str:
     """Settings of the strategy without effect, each with its fix."""
     lines = [
-        element("div", element("span", text=f"{hint.message}: {hint.reason}."), _fix_button(hint.fix))
+        element("div", element("span", text=f"{hint.message}: {hint.reason}."), _fix(hint.fix))
         for hint in state.hints
         if hint.layer is None
     ]
     return element("div", *lines, css="wb-hints") if lines else ""
 
 
-def _fix_button(fix: str) -> str:
-    return element("button", text=fix, css="fix", data_fix=fix)
+def _fix(fix: str) -> str:
+    """A fix as a button, or as text where only the user can make it."""
+    return element("button", text=fix, css="fix", data_fix=fix) if can_apply(fix) else element("span", text=fix)
 
 
 def _mistake_line(mistake: Mistake) -> str:
-    """A mistake that belongs to no row, with its fixes: buttons, or text for those that only the user can do."""
-    fixes = []
-    for fix in mistake.fixes[:2]:
-        can = fix.startswith(FIXES)
-        fixes.append(_fix_button(fix) if can else element("span", text=fix))
-    return element("div", element("span", text=mistake.message), *fixes)
+    """A mistake that belongs to no row, with its fixes."""
+    return element("div", element("span", text=mistake.message), *map(_fix, mistake.fixes[:2]))

@@ -35,6 +35,7 @@ from workbench.ui.planning.planner_section import PlannerSection, Search, search
 from workbench.ui.planning.prediction_pictures import no_predictions_html, predictions_html
 from workbench.ui.planning.predictor import Predictor, counted
 from workbench.ui.script_section import ScriptSection
+from workbench.ui.strategy.fixes import apply_fix
 from workbench.ui.strategy.state import PanelState
 
 
@@ -218,7 +219,7 @@ class StrategyEditor:
         actions: dict[str, Callable[[PanelState], Any]] = {
             "choice": lambda state: state.set_choice(rows, str(value)),
             "stage": lambda state: state.set_stage(rows, int(value or 0)),
-            "fix": lambda state: state.apply_fix(str(value), event.get("row")),
+            "fix": lambda state: apply_fix(state, str(value), event.get("row")),
             "undo": PanelState.undo,
             "redo": PanelState.redo,
             "open": lambda state: state.set_text(str(value)),
@@ -310,7 +311,7 @@ class StrategyEditor:
         sent = found or self._predictor.sent(self.state.resolved)
         facts = replace(self._facts, sent=sent, is_counted=found is not None)
         if costs is None:
-            return replace(facts, problem=self._predictor.problem.removeprefix("no prediction: "))
+            return replace(facts, problem=self._predictor.problem)
         behind = [work.name for row in costs.rows[-1:] for work in row.after]
         is_known = facts.is_cross_entropy or "cross_entropy" in behind
         extents = traced(self.state.layers, costs.rows, costs.sample_shape)

@@ -19,8 +19,9 @@ from workbench.ui.grid.boxing_column import End, StepBoxings
 from workbench.ui.grid.columns import Column
 from workbench.ui.grid.slices import held, picture_size, shape_text
 from workbench.ui.number_text import TIMES
+from workbench.ui.strategy.fixes import can_apply
 from workbench.ui.strategy.grouping import Node, Row
-from workbench.ui.strategy.state import FIXES, PanelState
+from workbench.ui.strategy.state import PanelState
 from workbench.units import format_count
 
 _ROW, _CHILD, _FOLDED, _TALL = 32, 28, 42, 42
@@ -299,5 +300,5 @@ def _bad_control(mistakes: Sequence[tuple[Mistake, int]]) -> str | None:
 def _mistake(mistake: Mistake, count: int) -> dict[str, Any]:
     """A mistake as the script draws it. A click on a fix returns ``value``; None if only the user can make the fix."""
     times = f" ({count} times)" if count > 1 else ""
-    fixes = [{"label": fix, "value": fix if fix.startswith(FIXES) else None} for fix in mistake.fixes[:2]]
+    fixes = [{"label": fix, "value": fix if can_apply(fix) else None} for fix in mistake.fixes[:2]]
     return {"message": mistake.message + times, "fixes": fixes}

@@ -5,7 +5,6 @@ Every edit is a method call that leaves the state consistent. Views are computed
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,8 +21,6 @@ from workbench.ui.strategy.choices import Choice, Degrees
 from workbench.ui.strategy.grouping import Node, find, fold, tree, visible, walk
 from workbench.ui.strategy.grouping import Row as GridRow
 
-FIXES = ("use ", "write '")
-"""How fixes begin that ``apply_fix`` can do."""
 PLANNED = "planner's choice"
 
 
@@ -229,21 +226,13 @@ class PanelState:
         except StrategyError as error:
             self.draft, self.text_problem = text, str(error)
 
-    def apply_fix(self, fix: str, row: str | None = None) -> bool:
-        """Apply the fix of a mistake or a hint; False if only the user can."""
-        if (match := re.fullmatch(r"use stage (\d+)", fix)) and row is not None:
-            self.set_stage([row], int(match[1]))
-        elif match := re.fullmatch(r"use (\d+)x(\d+)x(\d+)", fix):
-            self.set_degrees(Degrees(*map(int, match.groups())))
-        elif match := re.fullmatch(r"use mb=(\d+)", fix):
-            self.set_options(num_micro_batches=int(match[1]))
-        elif match := re.fullmatch(r"use (context|shards|zero)=(\d+)", fix):
-            self.set_options(**{match[1]: int(match[2])})
-        elif match := re.fullmatch(r"write '(.+)'", fix):
-            self._write(Strategy(match[1]).rows[0])
-        else:
-            return False
-        return True
+    def write_row(self, row: Row) -> None:
+        """Put a row in the place of the first that matches no layer, or at the end, without rows that it hides."""
+        rows = list(self.strategy.rows)
+        wrong = edit_rows.first_unmatched(rows, self.layers)
+        rows = [*rows, row] if wrong is None else [*rows[:wrong], row, *rows[wrong + 1 :]]
+        rows = edit_rows.without_hidden(rows)
+        self._become(replace(self._now, strategy=Strategy.from_rows(rows, self.options)))
 
     def fold(self, pattern: str) -> None:
         """Show the rows below a row, or hide them."""
@@ -327,14 +316,6 @@ class PanelState:
         """The row with this identity, visible or not; None if there is none."""
         nodes = (*(row.node for row in self.rows), *walk(self.nodes))
         return next((node for node in nodes if node.identity == identity), None)
-
-    def _write(self, row: Row) -> None:
-        """Put a row in the place of the first that matches no layer, or at the end, without rows that it hides."""
-        rows = list(self.strategy.rows)
-        wrong = edit_rows.first_unmatched(rows, self.layers)
-        rows = [*rows, row] if wrong is None else [*rows[:wrong], row, *rows[wrong + 1 :]]
-        rows = edit_rows.without_hidden(rows)
-        self._become(replace(self._now, strategy=Strategy.from_rows(rows, self.options)))
 
     def _become(self, moment: _UndoEntry) -> None:
         """Change the state. Undo restores the one before; undone edits are dropped."""
