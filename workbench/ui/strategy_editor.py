@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -347,7 +347,8 @@ class StrategyEditor:
         if row is None:
             return ""
         if row.node.children:
-            return no_tensor_html([child.label for child in row.node.children])
+            names = ", ".join(child.label for child in row.node.children[:8])
+            return element("div", element("span", text=f"unfold the row and choose a layer: {names}", css="wb-quiet"))
         index = row.node.layers[0]
         planned = boxings_of(self.state, self._facts_now()).layers[index]
         return tensors_html(planned, self.state.resolved.layers[index].stage)
@@ -385,9 +386,3 @@ def tensors_html(planned: LayerPlan, stage: int) -> str:
 
 def _titled(title: str, picture: str) -> str:
     return element("div", element("div", text=title, css="wb-title"), picture)
-
-
-def no_tensor_html(labels: Sequence[str]) -> str:
-    """The note of a row that stands for several layers: choose one of them."""
-    names = ", ".join(labels[:8])
-    return element("div", element("span", text=f"unfold the row and choose a layer: {names}", css="wb-quiet"))

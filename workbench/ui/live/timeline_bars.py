@@ -80,14 +80,15 @@ def timeline_bars(ranks: Sequence[StepSpans], expected: Timeline | None = None) 
     start_s = min(span.start_s for rank in ranks for span in rank.spans)
     stop_s = max(span.stop_s for rank in ranks for span in rank.spans)
     simulated = expected or simulated_from(ranks)
-    by_action = _durations(simulated)
+    rows = simulated.spans if simulated else ()
+    by_action = {span.action: span.stop_s - span.start_s for spans in rows for span in spans}
     measured = {kind: Bars() for kind in KINDS}
     thin = {kind: Bars() for kind in KINDS}
     for row, number in enumerate(shown_ranks(len(ranks))):
         rank = ranks[number]
         for span in rank.spans:
             _add_measured(measured, row, rank.rank, span, start_s, by_action)
-        _add_simulated(thin, row, rank.spans[0].stage, simulated)
+        _add_simulated(thin, row, rank.spans[0].stage, rows)
     return TimelineBars(
         step=ranks[0].step,
         measured=measured,
@@ -138,11 +139,6 @@ def _as_timeline(ranks: Sequence[StepSpans]) -> Timeline:
     )
 
 
-def _durations(timeline: Timeline | None) -> dict[Action, float]:
-    rows = timeline.spans if timeline is not None else ()
-    return {span.action: span.stop_s - span.start_s for spans in rows for span in spans}
-
-
 def _add_measured(
     bars: Mapping[str, Bars], row: int, rank: int, span: ActionSpan, start_s: float, expected: Mapping[Action, float]
 ) -> None:
@@ -161,8 +157,7 @@ def _add_measured(
         bars["boxing"].add(row, span.stop_s - boxing - start_s, boxing, "", tip)
 
 
-def _add_simulated(bars: Mapping[str, Bars], row: int, stage: int, simulated: Timeline | None) -> None:
-    rows = simulated.spans if simulated is not None else ()
+def _add_simulated(bars: Mapping[str, Bars], row: int, stage: int, rows: Sequence[Sequence[Span]]) -> None:
     own = next((spans for spans in rows if spans and spans[0].action.stage == stage), ())
     for span in own:
         name = f"{span.action.kind}{span.action.micro_batch}"
