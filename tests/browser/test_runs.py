@@ -79,9 +79,10 @@ def lines_at_changes(page: Any) -> int:
 
 
 def test_run_change_the_strategy_go_on_and_stop(opened: Any) -> None:
+    from playwright.sync_api import expect
+
     page = opened.page
-    switches = page.locator(".wb-panel .wb-status .widget-checkbox").all()
-    assert [switch.is_visible() for switch in switches] == [True, True], "for the first run, too"
+    expect(page.locator(".wb-panel .wb-status .widget-checkbox:visible")).to_have_count(2)  # for the first run, too
     opened.run_button.click()
     opened.wait_for_points("1 device", 1)
     opened.wait_for_step(4)

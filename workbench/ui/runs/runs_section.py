@@ -214,8 +214,9 @@ class RunsSection:
         text = str(strategy)
         self._names[text] = label
         self._estimates[text] = estimate = self._callbacks.estimate()
-        self._poller.run.change(strategy, label, predictions(estimate))
-        self._asked = text
+        with self._lock:  # a refusal comes after both
+            self._poller.run.change(strategy, label, predictions(estimate))
+            self._asked = text
         self.is_paused = True  # a run that is not paused ignores it
         self.resume()
         self._callbacks.changed()
