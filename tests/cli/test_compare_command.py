@@ -164,30 +164,30 @@ def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_file_gives_the_job(job_file: Path) -> None:
     job = compare.load_job(job_file)
-    assert job.model_fn().in_features == 4
-    assert job.dataset[0].shape == (8, 4)
-    assert job.loss_fn is torch.nn.functional.cross_entropy
-    assert job.optimizer_fn is None
+    assert job["model_fn"]().in_features == 4
+    assert job["dataset"][0].shape == (8, 4)
+    assert job["loss_fn"] is torch.nn.functional.cross_entropy
+    assert job["optimizer_fn"] is None
 
 
 def test_a_file_may_say_how_samples_become_a_batch(job_file: Path) -> None:
-    assert compare.load_job(job_file).collate_fn is None
+    assert compare.load_job(job_file)["collate_fn"] is None
     job_file.write_text(JOB + "\ncollate_fn = list\ndef count(inputs, targets): return 3\n")
     job = compare.load_job(job_file)
-    assert job.collate_fn is list and job.count(None, None) == 3
+    assert job["collate_fn"] is list and job["count"](None, None) == 3
 
 
 def test_functions_of_the_file_travel_by_value(job_file: Path) -> None:
     import cloudpickle
 
-    payload = cloudpickle.dumps(compare.load_job(job_file).model_fn)
+    payload = cloudpickle.dumps(compare.load_job(job_file)["model_fn"])
     compare.sys.modules.pop(compare._MODULE_NAME)
     assert cloudpickle.loads(payload)().out_features == 2
 
 
 def test_a_dataset_may_be_a_value(job_file: Path) -> None:
     job_file.write_text(JOB.replace("def dataset():\n    return", "dataset ="))
-    assert compare.load_job(job_file).dataset[0].shape == (8, 4)
+    assert compare.load_job(job_file)["dataset"][0].shape == (8, 4)
 
 
 def test_missing_names_are_told(job_file: Path) -> None:

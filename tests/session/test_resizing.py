@@ -102,12 +102,15 @@ def test_what_objects_and_lists_hold_moves_too(strategy):
         model, other = (wb.parallelize(copy.deepcopy(net), strategy) for _ in range(2))
         average = Average(model)
         model[0].newest = [wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)")]
+        of_stage = wb.ones(4, placement=wb.placement("cpu", ranks=[3]), sbp="B")
+        if wb.rank() == 3:
+            model[1].newest = of_stage
         has = {"a": SimpleNamespace(average=average), "model": model, "models": OrderedDict(other=other)}
         has |= {"newest": deque([wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)")]), "model_size": {1: 2}}
         rows = dict(withdraw_from(has, 2, current()))
-        assert sorted(rows) == ["a", "model", "models", "newest"]
-        assert rows["model"].startswith(rows["models"]) and "under" not in rows["a"]
-        assert rows["models"].startswith("under")
+        assert sorted(rows) == ["a", "model", "model.0.newest", "model.1.newest", "models", "newest"]
+        assert rows["model"] == rows["models"] and rows["model"].startswith("under") and "under" not in rows["a"]
+        assert rows["model.1.newest"] == "not moved: it differs between ranks"
         for name, parameter in model.named_parameters():
             held = average.shadow[name]
             assert torch.equal(held.full_tensor(), parameter.full_tensor() * 2) and max(held.placement) < 2

@@ -46,7 +46,7 @@ def withdraw(num_ranks: int) -> Rows:
 
 def withdraw_from(variables: Mapping[str, Any], num_ranks: int, world: World) -> Rows:
     """The same for given variables."""
-    values = spread(variables)
+    values = _with_attributes(spread(variables))
     own = {name: said for name, value in values.items() if (said := _describe(value, num_ranks))[1]}
     told = all_gather_object(own, world, "resize")
     alike = [name for name, said in told[0].items() if all(each.get(name) == said for each in told)]
@@ -57,6 +57,18 @@ def withdraw_from(variables: Mapping[str, Any], num_ranks: int, world: World) ->
     rows = [(name, _withdraw(values[name], num_ranks, world)) for name in alike if same[0][name] == name]
     others = sorted({name for each in told for name in each} - set(alike))
     return [row for row in rows if row[1]] + [(name, "not moved: it differs between ranks") for name in others]
+
+
+def _with_attributes(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables, and what modules have as plain attributes, under names such as ``model.0.mask``: on their own, as
+    some may differ between ranks, such as what only the ranks of a stage have computed.
+    """
+    found = dict(variables)
+    for name, value in variables.items():
+        if isinstance(value, nn.Module):
+            for path, part in value.named_modules(prefix=name):
+                found |= {f"{path}.{own}": each for own, each in vars(part).items() if own not in OF_TORCH}
+    return found
 
 
 def _describe(value: Any, num_ranks: int) -> tuple[int, str]:
@@ -110,8 +122,8 @@ def _beyond(value: Any, num_ranks: int) -> list[GlobalTensor]:
 
 
 def _inside(value: Any) -> Iterator[nn.Module | GlobalTensor]:
-    """The modules and global tensors in a value, in lists, dictionaries, objects and attributes of modules, in one
-    order on all ranks: not those in a set, which has another order on each.
+    """The modules and global tensors in a value, in lists, dictionaries and objects, in one order on all ranks: not
+    those in a set, which has another order on each.
     """
     waiting, seen = [value], set[int]()
     while waiting:
@@ -121,9 +133,6 @@ def _inside(value: Any) -> Iterator[nn.Module | GlobalTensor]:
         seen.add(id(one))
         if isinstance(one, nn.Module | GlobalTensor):
             yield one
-            parts = one.modules() if isinstance(one, nn.Module) else ()
-            own = [each for part in parts for name, each in vars(part).items() if name not in OF_TORCH]
-            waiting += reversed(own)
         elif isinstance(one, dict):
             waiting += reversed([*one.values()])
         elif isinstance(one, list | tuple | deque):
