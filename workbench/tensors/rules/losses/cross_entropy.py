@@ -27,7 +27,7 @@ from workbench.tensors.dispatch.registry import Call, Resolution, composite, rul
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
 from workbench.tensors.rules.reduction.extrema import extremum
 from workbench.tensors.rules.reduction.two_stage import Stages, needs_grad, splits, stages_of
-from workbench.tensors.rules.reduction.variance import accumulation_dtype, behind_new_dim
+from workbench.tensors.rules.reduction.variance import LOW_PRECISION, accumulation_dtype, behind_new_dim
 from workbench.tensors.rules.views.row_moves import own_rows
 
 _NONE, _SUM = 0, 2
@@ -101,10 +101,10 @@ def _mean_of_split_batch(
         target = target.narrow(dim, start, size)
     target = copy_to_device(target, spec.world.device)  # this rank's labels only
     with local_torch():
-        if input.dtype != torch.float16:
+        if input.dtype not in LOW_PRECISION:
             return wrap(function(input, target, None, _SUM, ignore_index, *label_smoothing) / count, out)
-        rows = function(input, target, None, _NONE, ignore_index, *label_smoothing)  # their sum may overflow
-        return wrap((rows.sum(dtype=torch.float32) / count).to(torch.float16), out)
+        rows = function(input, target, None, _NONE, ignore_index, *label_smoothing)  # as in ``_loss``
+        return wrap((rows.sum(dtype=torch.float32) / count).to(input.dtype), out)
 
 
 def _place_of_labels(spec: Spec, target: tuple[int, ...]) -> tuple[Spec, list[tuple[int, int, int]]] | None:
@@ -165,7 +165,7 @@ def _loss(
         )
     class_dim = 0 if len(shape) == 1 else 1
     is_cast = torch.is_autocast_enabled(scores._spec.world.autocast_type)  # autocast computes losses in 32 bits
-    may_overflow = reduction == "mean" and scores.dtype == torch.float16 and not is_cast
+    is_wide = reduction == "mean" and scores.dtype in LOW_PRECISION and not is_cast  # 16 bits hold no sum or count
     if splits(scores, [class_dim]):
         if is_cast:
             scores = scores.float()
@@ -179,11 +179,11 @@ def _loss(
         rows = by(sum_terms(scores), target, weight, class_dim, ignore_index, label_smoothing)
         if reduction == "none":
             return rows
-        total: Any = rows.sum(dtype=torch.float32 if may_overflow else None)
+        total: Any = (rows.float() if is_wide else rows).sum()  # terms of a sum stay terms
     else:
-        kind = reduction if reduction != "mean" else "none" if may_overflow else "sum"
+        kind = reduction if reduction != "mean" else "none" if is_wide else "sum"
         total = call_by_plan(function, (scores, target, weight, None, ignore_index, None, kind), smoothing)
-        total = total.sum(dtype=torch.float32) if may_overflow else total
+        total = total.float().sum() if is_wide else total
     if reduction != "mean":
         return total
     if by_index:
@@ -192,7 +192,7 @@ def _loss(
     else:
         rows_count = scores.numel() // max(1, shape[class_dim])
         loss = total / rows_count if rows_count else total * float("nan")
-    return loss.to(torch.float16) if may_overflow else loss
+    return loss.to(scores.dtype) if is_wide else loss
 
 
 def _check_shapes(function: Callable[..., Any], scores: tuple[int, ...], target: tuple[int, ...]) -> None:
@@ -213,7 +213,7 @@ def _weight_of_targets(target: Any, weight: GlobalTensor | None, ignore_index: i
         lambda t, kept, w: torch.where(kept, w[torch.where(kept, t, 0)], 0), [target, counted, weight],
         [layout, layout, layout.broadcast()], [out], "cross_entropy",
     )  # fmt: skip
-    return weights[0].sum()
+    return weights[0].sum(dtype=accumulation_dtype(weight.dtype))
 
 
 class _Lookup:
