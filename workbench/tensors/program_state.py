@@ -89,13 +89,13 @@ def set_random_states(states: list[Any], device: torch.device | None) -> None:
 
 
 @contextmanager
-def undrawn() -> Iterator[None]:
+def undrawn(device: torch.device | None = None) -> Iterator[None]:
     """A context after which the generators of torch, Python and numpy go on as if nothing had been drawn in it."""
-    before = random_states(None)
+    before = random_states(device)
     try:
         yield
     finally:
-        set_random_states(before, None)
+        set_random_states(before, device)
 
 
 @contextmanager
