@@ -9,7 +9,7 @@ import torch
 import workbench as wb
 from benchmarks.gpt import GPT, next_word_loss
 from tests.models.training import whole
-from tests.training.training_runs import Setup, assert_trains_like_one_device
+from tests.training.training_runs import Setup, assert_trains_like_one_device, rows_of
 from workbench.core.strategy import Strategy
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
@@ -73,6 +73,19 @@ CASES = [
 def test_a_few_steps_are_those_of_one_device(kind, parallel, options, num_ranks):
     """With dropout, shifted labels, an odd number of samples, and models without a sequence."""
     assert_trains_like_one_device(Setup(kind, num_steps=2), parallel, options, num_ranks)
+
+
+def test_blocks_pass_ranks_of_several_stages_in_16_bits():
+    """Results of blocks in 16 bits, and in 32 the sums by which they are joined, in one exchange."""
+
+    def on_ranks(strategy, num_ranks):
+        return run_ranks(lambda: step(wb.parallelize(copy.deepcopy(gpt()), strategy)), num_ranks)
+
+    staged = rows_of(gpt(), "2x2x1 mb=2 interleaved context=2 bf16", lambda: "data")
+    truth = on_ranks("*: data | 1x2x1 mb=2 context=2 bf16", 2)[0]
+    for found in on_ranks(staged, 4):
+        for one, other in zip(found, truth, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-2)
 
 
 def test_activations_take_a_quarter_on_four_ranks():

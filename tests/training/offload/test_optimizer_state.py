@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from workbench.errors import StrategyError, WorkbenchError
+from workbench.errors import StrategyError
 from workbench.testing import run_ranks
 from workbench.training.gradients import state_on_host
 from workbench.training.offload import host_memory
@@ -388,7 +388,7 @@ def test_a_rank_without_a_folder_on_a_disk_is_an_error_on_all_ranks(monkeypatch)
     built = mlp()
 
     def program():
-        with pytest.raises(WorkbenchError, match=r"temporary folders .* are in memory"):
+        with pytest.raises(StrategyError, match=r"temporary folders .* are in memory"):
             wb.parallelize(copy.deepcopy(built), "*: data | offload=optimizer")
 
     run_ranks(program)

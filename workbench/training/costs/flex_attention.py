@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from workbench.training.costs.work_counter import WorkCounter
 
 _aten = torch.ops.aten
+_one_at_a_time = threading.RLock()
+"""Of two counts in threads, the one that ends last would put back what the first had put there."""
 
 
 @contextmanager
@@ -26,11 +29,9 @@ def with_flex_attention(counter: WorkCounter) -> Iterator[None]:
         yield
         return
 
-    operator = module.flex_attention_hop
-
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> Any:
         if not isinstance(query, FakeTensor):  # in another thread
-            return operator(query, key, value, *others)
+            return before["flex_attention_hop"](query, key, value, *others)
         if torch.is_autocast_enabled("cpu"):
             query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
         counter.computed_share = _computed_share(others[1])
@@ -46,12 +47,13 @@ def with_flex_attention(counter: WorkCounter) -> Iterator[None]:
         "_validate_device": lambda *_: None,
         "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
     }
-    before = {name: getattr(module, name) for name in replaced}
-    vars(module).update(replaced)
-    try:
-        yield
-    finally:
-        vars(module).update(before)
+    with _one_at_a_time:
+        before = {name: getattr(module, name) for name in replaced}
+        vars(module).update(replaced)
+        try:
+            yield
+        finally:
+            vars(module).update(before)
 
 
 def _computed_share(mask: tuple[Any, ...]) -> float:

@@ -22,7 +22,7 @@ import torch
 
 from workbench.errors import StrategyError
 from workbench.tensors.global_tensor import local_torch
-from workbench.tensors.object_collectives import all_gather_object, run_on_all_ranks
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World
 from workbench.units import format_bytes
 
@@ -184,16 +184,21 @@ def check_space(num_bytes: int, world: World, option: str) -> None:
     Rank 0 says once where the files lie.
 
     Raises:
-        StrategyError: on all ranks, if there is too little space on one of the hosts; or on a rank that has no folder
-            on a disk, of which the others have a ``CheckpointError``.
+        StrategyError: on all ranks, if there is too little space on one of the hosts, or no folder on a disk.
     """
     if world.device.type != "cpu":
         return
-    folder = run_on_all_ranks(disk_folder, world, option)
-    mine = (socket.gethostname(), num_bytes, psutil.disk_usage(folder).free, folder)
+    folder, lacking = "", ""
+    try:
+        folder = disk_folder()
+    except StrategyError as error:
+        lacking = str(error)
+    mine = (socket.gethostname(), num_bytes, psutil.disk_usage(folder).free if folder else 0, folder, lacking)
     every = all_gather_object(mine, world, f"space for {option}")
+    if why := lacking or next((f"on {host}, {text}" for host, *_, text in every if text), ""):
+        raise StrategyError(why)
     for host in dict.fromkeys(host for host, *_ in every):
-        _, sizes, free, folders = zip(*(one for one in every if one[0] == host), strict=True)
+        _, sizes, free, folders, _ = zip(*(one for one in every if one[0] == host), strict=True)
         if sum(sizes) > min(free):
             raise _no_space(sum(sizes), folders[0], min(free), option)
     if world.rank == 0 and folder not in _said:

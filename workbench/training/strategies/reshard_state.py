@@ -54,10 +54,24 @@ def states_of(optimizers: Sequence[Optimizer], module: nn.Module, world: World) 
     seen: set[int] = set()
     states = []
     for optimizer in sorted(optimizers, key=_is_shown):
+        _check_others(optimizer, module)
         bring_back(optimizer)  # which may make another object for the state
         states.append(OptimizerState(optimizer, module, world, moves=id(optimizer.state) not in seen))
         seen.add(id(optimizer.state))
     return states
+
+
+def _check_others(optimizer: Optimizer, module: nn.Module) -> None:
+    """Refuse state of other modules' parameters that have other layouts now: the optimizer is about to forget theirs.
+
+    Raises:
+        LayoutError: on all ranks, if one has such state.
+    """
+    swap = vars(optimizer).get("_workbench_swap")
+    if swap is not None and optimizer.state is swap.state:
+        own = {id(parameter) for parameter in module.parameters()}
+        others = {p: spec for p, spec in zip(swap.parameters, swap.specs, strict=True) if id(p) not in own}
+        check_state_layouts(optimizer, list(others), list(others.values()))
 
 
 def _is_shown(optimizer: Optimizer) -> tuple[bool, int]:
@@ -74,17 +88,13 @@ class OptimizerState:
         self.optimizer, self.world, self.moves = optimizer, world, moves
         own = {id(parameter) for parameter in module.parameters()}
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        self.parameters = [p for p in held if id(p) in own]
+        self.parameters = [p for p in dict.fromkeys(held) if id(p) in own]
         if held and not self.parameters:
             raise StrategyError(
                 f"parallelize(optimizer=): {len(held)} of the optimizer's {len(held)} parameters are not among the "
                 f"module's {len(own)}. The state moves with the parameters: pass the module that has them."
             )
         refuse_block_state(optimizer, "parallelize(optimizer=)", StrategyError)
-        swap = vars(optimizer).get("_workbench_swap")
-        if swap is not None and optimizer.state is swap.state:  # forgotten, with what it knows of other modules
-            others = {p: spec for p, spec in zip(swap.parameters, swap.specs, strict=True) if id(p) not in own}
-            check_state_layouts(optimizer, list(others), list(others.values()))
         self.specs = [state_spec(p) if isinstance(p, GlobalTensor) else None for p in self.parameters]
         self._moves: list[tuple[dict[str, Any], str, Spec, bool]] = []
         mine = [self._described(p, spec) for p, spec in zip(self.parameters, self.specs, strict=True)]
