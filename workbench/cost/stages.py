@@ -194,7 +194,7 @@ def _added_up(
     if offloads(setting, "activations"):  # not those of a loss, which is computed behind the module
         of_loss = prices[-1].kept_after_bytes if len(model.rows) - 1 in mine else 0.0
         leaving = max(0.0, again.kept_bytes - again.results_bytes - of_loss)
-    is_again = [bool(setting.recompute) and (rows_again.are_alone or block >= 0) for block in rows_again.blocks]
+    is_again = {i for i in mine if setting.recompute and (rows_again.are_alone or rows_again.blocks[i] >= 0)}
     is_kept = not setting.recompute or setting.recompute_kind == "scores"
     with_backward = {units[i] for i in mine if prices[i].has_backward or (rows_again.blocks[i] >= 0 and not is_kept)}
     waits = copies_s(leaving, forward + boxing, setting), copies_s(leaving, backward, setting)
@@ -218,7 +218,7 @@ def _added_up(
             if model.rows[i].layer.kind == TABLE or units[i] not in with_backward
         ),
         boxing,
-        sum(prices[i].cast for i in updated if model.rows[i].layer.tied_to is None and not is_again[i]),
+        sum(prices[i].cast for i in updated if model.rows[i].layer.tied_to is None and i not in is_again),
         len({units[i] for i in mine}),
         _buckets(model, updated, prices, setting),
         apart,

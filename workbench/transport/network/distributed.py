@@ -85,7 +85,7 @@ class DistributedTransport(Transport):
         header, everyone = f"open channel{name}", range(self.world_size)
 
         def make() -> None:
-            self._meet(f"channel{name}", everyone, "", header)
+            self._meet(f"channel{name}", everyone, "here", header)
             self._channels[name] = dist.new_group(list(everyone), timeout=self._torch_timeout)
 
         with self._calling(header):
