@@ -90,7 +90,7 @@ def transformer_costs(model: Transformer) -> ModelCosts:
     s, h = model.seq, model.hidden
     block = _block(model)
     # positions as one dim, like biases: every rank of the model axis has all of them
-    positions = None if model.is_gated else {"positions": (s * h,)}
+    positions: dict[str, tuple[int, ...]] = {} if model.is_gated else {"positions": (s * h,)}
     rows = [_row("embedding", "Embedding", (model.vocab, h), (), _dropout(model), (s, h), positions)]
     for index in range(model.layers):
         rows += [

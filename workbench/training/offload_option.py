@@ -66,5 +66,4 @@ def _held_bytes(module: nn.Module, state: ParallelState) -> int:
 
 
 def _has_place(parameter: torch.Tensor, spec: Spec) -> bool:
-    is_offloaded = isinstance(parameter, GlobalTensor) and parameter._keeps_state_on_host
-    return is_offloaded and state_spec(parameter) is spec
+    return isinstance(parameter, GlobalTensor) and parameter._keeps_state_on_host and state_spec(parameter) is spec

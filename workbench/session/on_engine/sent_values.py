@@ -165,9 +165,9 @@ class _Pickler(pickling.Pickler):
         if isinstance(obj, nn.Module | Optimizer | nn.Parameter):
             what = "an optimizer" if isinstance(obj, Optimizer) else "a module or parameter"
             raise TypeError(f"it holds {what}: {type(obj).__name__}")
-        is_of_cell = isinstance(obj, type) and obj.__module__ == "__main__"
-        if is_of_cell and getattr(sys.modules["__main__"], obj.__qualname__, None) is obj:
-            return obj.__qualname__
+        name = obj.__qualname__ if isinstance(obj, type) and obj.__module__ == "__main__" else ""
+        if name and getattr(sys.modules["__main__"], name, None) is obj:
+            return name
         return super().reducer_override(obj)
 
 

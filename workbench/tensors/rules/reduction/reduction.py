@@ -142,7 +142,7 @@ composite("_is_any_true")(torch.any)
 
 
 @rule("max", "min")
-def _extremum(call: Call) -> Resolution:
+def _extremum(call: Call) -> Resolution | None:
     return Resolution("..., ... -> ...") if len(call.operands) == 2 else _needs_whole_dims(call)
 
 
