@@ -196,13 +196,13 @@ def test_shared_memory_is_selected_where_all_ranks_can():
 
 def test_one_refusal_or_another_host_is_enough():
     assert select(2, names=["auto", "gloo"]) == ["threads"] * 2
-    assert select(2, _host=lambda rank: f"host{rank}") == ["threads"] * 2
-    assert select(2, _make=lambda rank: (None, "no memory")) == ["threads"] * 2
+    assert select(2, host_name=lambda rank: f"host{rank}") == ["threads"] * 2
+    assert select(2, make_control_page=lambda rank: (None, "no memory")) == ["threads"] * 2
 
 
 def test_a_request_for_shared_memory_is_met_or_explained():
     assert select(2, names=["shared", "shared"]) == ["shared"] * 2
-    for error in select(2, names=["shared", "auto"], _host=lambda rank: f"host{rank}"):
+    for error in select(2, names=["shared", "auto"], host_name=lambda rank: f"host{rank}"):
         assert isinstance(error, WorldError)
         assert "1 of 2 ranks" in str(error) and "host1" in str(error) and "Unset WORKBENCH_TRANSPORT" in str(error)
 

@@ -25,6 +25,7 @@ from workbench.ui.live.run_view import RunView
 from workbench.ui.panel import Panel
 from workbench.ui.planning import machine_bar
 from workbench.ui.planning.predictor import Predictor
+from workbench.ui.runs import runs_section
 from workbench.ui.runs.runs_section import RunsSection
 from workbench.ui.runs.runs_view import show_runs
 from workbench.ui.runs.table_widget import RunTable
@@ -117,7 +118,7 @@ CALLBACKS: list[tuple[str, Callable[[Panel], None], Target, Callable[[Panel], No
     ("Change strategy", start, (FakeRun, "pause"), lambda p: runs(p).change_button.click()),
     ("Apply", start, (FakeRun, "change"), lambda p: runs(p).apply_button.click()),
     ("Keep", changing, (FakeRun, "resume"), lambda p: runs(p).keep_button.click()),
-    ("the trace", run_once, (RunsSection, "trace"), lambda p: runs(p).trace_button.click()),
+    ("the trace", run_once, (runs_section, "chrome_trace"), lambda p: runs(p).trace_button.click()),
     ("sorting", run_once, (RunTable, "sort_by"), lambda p: tell_table(p, event="sort", value="peak_bytes")),
     ("Open in panel", run_once, (strategy_editor.StrategyEditor, "open"), lambda p: runs(p).table.open_button.click()),
     ("Run again", run_once, (strategy_editor.StrategyEditor, "open"), lambda p: runs(p).table.again_button.click()),

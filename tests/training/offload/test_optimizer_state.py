@@ -371,31 +371,3 @@ def test_a_disk_that_fills_up(monkeypatch):
 
     with pytest.raises(StrategyError, match=r"offload: .* for files in .* are free"):
         run_ranks(program)
-
-
-def test_a_folder_in_memory_is_left_out(monkeypatch):
-    monkeypatch.setattr(host_memory, "_file_system", lambda folder: "tmpfs" if folder != "/var/tmp" else "ext4")
-    monkeypatch.setattr(host_memory, "_FOLDERS_ON_DISK", ("/var/tmp",))
-    monkeypatch.setattr(os.path, "isdir", lambda folder: True)
-    assert host_memory.disk_folder() == "/var/tmp"
-    monkeypatch.setattr(host_memory, "_file_system", lambda folder: "tmpfs")
-    with pytest.raises(StrategyError, match=r"2 temporary folders.*TMPDIR"):
-        host_memory.disk_folder()
-
-
-def test_a_rank_without_a_folder_on_a_disk_is_an_error_on_all_ranks(monkeypatch):
-    monkeypatch.setattr(host_memory, "_file_system", lambda folder: "tmpfs" if wb.rank() else "ext4")
-    built = mlp()
-
-    def program():
-        with pytest.raises(StrategyError, match=r"temporary folders .* are in memory"):
-            wb.parallelize(copy.deepcopy(built), "*: data | offload=optimizer")
-
-    run_ranks(program)
-
-
-def test_a_line_says_once_where_files_lie(monkeypatch, capsys):
-    monkeypatch.setattr(host_memory, "_said", set())
-    for _ in range(2):
-        run_ranks(lambda: wb.parallelize(mlp(), "*: data | offload=optimizer") and None)
-    assert capsys.readouterr().out.count("offload=optimizer: on CPUs in files in") == 1

@@ -296,15 +296,18 @@ def _record(
         for leaf in _joined(kind.leaves, recorder.placeholders)
         if isinstance(leaf, GlobalTensor) and leaf._spec.is_placeholder
     ]
-    results = [
-        (True, getattr(part, "_spec", None)) if isinstance(part, torch.Tensor) else (False, part) for part in parts
-    ]
+    results = [(isinstance(part, torch.Tensor), _layout_or_value(part)) for part in parts]
     made = [(leaf, output, shard_spec(leaf)) for leaf, output in zip(leaves, left, strict=True) if output is not None]
     recording = Recording(
         trace, trace.compile(), strides, made, used, cleared, elsewhere, results, result_structure, addresses,
         memory, written, recorder.steps, before.until(world.traffic).without(recorder.counted_by_calls),
     )  # fmt: skip
     return result, recording
+
+
+def _layout_or_value(part: Any) -> Any:
+    """What a recording keeps of a result: the spec of a global tensor, nothing of a plain one, other values."""
+    return part._spec if isinstance(part, GlobalTensor) else None if isinstance(part, torch.Tensor) else part
 
 
 def _without_history(leaf: Any) -> Any:

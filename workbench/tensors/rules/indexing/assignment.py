@@ -20,7 +20,7 @@ from workbench.tensors.dispatch.placeholder_calls import write_placeholder
 from workbench.tensors.dispatch.registry import handler
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.rules.indexing.indexing import as_items, wrapped
-from workbench.tensors.rules.views.row_moves import own_rows
+from workbench.tensors.rules.reduction.two_stage import own_rows
 
 _WHOLE = slice(None)
 _MASKS = (torch.bool, torch.uint8)

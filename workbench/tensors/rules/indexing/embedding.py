@@ -19,7 +19,7 @@ from workbench.tensors.dispatch.registry import EXACT, Call, LocalFunction, Reso
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.indexing.indexing import own_term, shifted
 from workbench.tensors.rules.reduction.empty_shards import zeros, zeros_where_empty
-from workbench.tensors.rules.views.row_moves import own_rows
+from workbench.tensors.rules.reduction.two_stage import own_rows
 
 
 @rule("embedding")

@@ -29,8 +29,8 @@ from workbench.tensors.dispatch.registry import (
 )
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.indexing.indexing import check_bounds, masked_lookup, own_term, shifted, wrapped
+from workbench.tensors.rules.reduction.two_stage import own_rows
 from workbench.tensors.rules.views.concatenation import splits_dim
-from workbench.tensors.rules.views.row_moves import own_rows
 
 _WHOLE = slice(None)
 

@@ -17,8 +17,9 @@ from workbench.tensors.dispatch.aliasing import is_basic
 from workbench.tensors.dispatch.local_call import can_read
 from workbench.tensors.dispatch.registry import Call, Resolution, rule, term
 from workbench.tensors.global_tensor import Spec
+from workbench.tensors.rules.reduction.two_stage import own_rows
 from workbench.tensors.rules.views.concatenation import RowFunction, splits_dim
-from workbench.tensors.rules.views.row_moves import RowPlan, Segment, Side, own_rows, plan_rows
+from workbench.tensors.rules.views.row_moves import RowPlan, Segment, Side, plan_rows
 
 _WHOLE = slice(None)
 

@@ -26,9 +26,8 @@ from workbench.tensors.dispatch.placeholder_calls import placeholder_outputs
 from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
 from workbench.tensors.rules.reduction.extrema import extremum
-from workbench.tensors.rules.reduction.two_stage import Stages, needs_grad, splits, stages_of
+from workbench.tensors.rules.reduction.two_stage import Stages, needs_grad, own_rows, splits, stages_of
 from workbench.tensors.rules.reduction.variance import LOW_PRECISION, accumulation_dtype, behind_new_dim
-from workbench.tensors.rules.views.row_moves import own_rows
 
 _NONE, _SUM = 0, 2
 _local_cross_entropy: Any = torch._C._nn.cross_entropy_loss

@@ -20,7 +20,7 @@ from workbench.tensors.dispatch.placeholder_calls import has_data
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, equations, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.reduction.empty_shards import as_if_filled, filled
-from workbench.tensors.rules.views.row_moves import own_rows
+from workbench.tensors.rules.reduction.two_stage import own_rows
 
 equations("mm", "mk, kn -> mn")
 equations("bmm", "bmk, bkn -> bmn")

@@ -20,13 +20,13 @@ from workbench.tensors.rules.reduction.two_stage import (
     dropped,
     gathered_rows,
     needs_grad,
+    own_rows,
     shard_sizes,
     splits,
     stages_of,
     terms,
     with_gradient_of,
 )
-from workbench.tensors.rules.views.row_moves import own_rows
 
 Dims = int | Sequence[int] | None
 

@@ -171,6 +171,11 @@ def with_gradient_of(value: GlobalTensor, sum_terms: GlobalTensor) -> GlobalTens
     return wrap(result, value._spec)
 
 
+def own_rows(spec: Spec, dim: int) -> tuple[int, int]:
+    """This rank's rows of ``dim``; all rows on a rank outside the placement."""
+    return (0, spec.shape[dim]) if spec.is_placeholder else spec.layout.region(spec.shape, spec.world.rank)[dim]
+
+
 def shard_sizes(tensor: GlobalTensor, dim: int) -> list[int]:
     """Rows of ``dim`` in each of its shards, in logical order."""
     layout, shape = tensor._spec.layout, tensor._spec.shape

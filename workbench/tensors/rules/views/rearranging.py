@@ -14,8 +14,8 @@ from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, normalize_dims, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.reduction.empty_shards import as_if_filled, zeros_where_empty
+from workbench.tensors.rules.reduction.two_stage import own_rows
 from workbench.tensors.rules.views.concatenation import listed
-from workbench.tensors.rules.views.row_moves import own_rows
 
 
 def _corner(spec: Spec) -> int:

@@ -19,7 +19,7 @@ import torch
 from workbench.core.layout import Layout, Shape
 from workbench.errors import ExplicitBoxingError
 from workbench.tensors.boxing.uneven import Account
-from workbench.tensors.global_tensor import Spec, local_torch
+from workbench.tensors.global_tensor import local_torch
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.world import World
 
@@ -246,8 +246,3 @@ def _rows(tensor: torch.Tensor, dim: int, rows: Progression, direction: int = 0)
         return tensor[(slice(None),) * dim + (slice(first, first + step * (count - 1) + 1, step),)]
     lowest = first + step * (count - 1)
     return tensor[(slice(None),) * dim + (slice(lowest, first + 1, -step),)].flip(dim)
-
-
-def own_rows(spec: Spec, dim: int) -> tuple[int, int]:
-    """This rank's rows of ``dim``; all rows on a rank outside the placement."""
-    return (0, spec.shape[dim]) if spec.is_placeholder else spec.layout.region(spec.shape, spec.world.rank)[dim]
