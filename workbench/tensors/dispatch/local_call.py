@@ -59,14 +59,14 @@ def sum_terms(tensor: Any, name: str = "a function that is not linear") -> Globa
     return summed
 
 
-def scale_terms(total: GlobalTensor, divisor: GlobalTensor) -> GlobalTensor:
-    """``total / divisor`` where ``total`` may be a partial sum: dividing every term divides the sum."""
+def scale_terms(total: GlobalTensor, divisor: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
+    """``total / divisor`` in ``dtype``. Of a partial sum every term is divided."""
     layout = total._spec.layout
     return local_call(
-        torch.div,
+        lambda term, by: (term / by).to(dtype),
         [total, divisor],
         [layout, divisor._spec.layout.broadcast()],
-        (layout, total._spec.shape, total.dtype),
+        (layout, total._spec.shape, dtype),
         "div",
     )
 

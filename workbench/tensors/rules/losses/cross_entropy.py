@@ -187,10 +187,9 @@ def _loss(
         return total
     if by_index:
         weight_of_all = sum_terms(_weight_of_targets(target, weight, ignore_index))
-        loss: Any = scale_terms(total, sum_terms(weight_of_all.to(total.dtype)))
-    else:
-        rows_count = scores.numel() // max(1, shape[class_dim])
-        loss = total / rows_count if rows_count else total * float("nan")
+        return scale_terms(total, sum_terms(weight_of_all.to(total.dtype)), scores.dtype if is_wide else total.dtype)
+    rows_count = scores.numel() // max(1, shape[class_dim])
+    loss = total / rows_count if rows_count else total * float("nan")
     return loss.to(scores.dtype) if is_wide else loss
 
 
