@@ -211,7 +211,7 @@ def _weight_of_targets(target: Any, weight: GlobalTensor | None, ignore_index: i
         lambda t, kept, w: torch.where(kept, w[torch.where(kept, t, 0)], 0), [target, counted, weight],
         [layout, layout, layout.broadcast()], [out], "cross_entropy",
     )  # fmt: skip
-    return weights[0].sum(dtype=accumulation_dtype(weight.dtype))
+    return weights[0].to(accumulation_dtype(weight.dtype)).sum()
 
 
 class _Lookup:
