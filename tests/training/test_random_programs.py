@@ -201,6 +201,7 @@ def assert_like_one_device(seed: int) -> None:
     numbers, state = train(program, copy.deepcopy(program.model), by_hand)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
+        warnings.filterwarnings("ignore", "parallelize: row .* splits no weight")
         ranks = on_ranks(program)
     for found, found_state in ranks:
         assert found == pytest.approx(numbers, rel=1e-8, abs=1e-8), program
