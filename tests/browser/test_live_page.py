@@ -78,8 +78,9 @@ def take_pictures(opened: LabPage) -> None:
 
 AS_WIDE_AS_ITS_VIEW = """() => {
     const plot = document.querySelector('.wb-live-view .js-plotly-plot');
-    const [drawn, free] = [plot.querySelector('.main-svg'), plot.closest('.wb-live-view')];
-    return Math.abs(drawn.getBoundingClientRect().width - free.getBoundingClientRect().width) < 40;
+    const elements = [plot.querySelector('.main-svg'), plot.closest('.wb-live-view')];
+    const [drawn, free] = elements.map(element => element.getBoundingClientRect());
+    return free.right <= innerWidth && Math.abs(drawn.width - free.width) < 40;
 }"""
 LIMIT = """() => document.querySelector('.wb-live-view .js-plotly-plot').layout.annotations
     .filter(note => note.name === 'limit' && /GB/.test(note.text)).length"""
