@@ -351,11 +351,15 @@ def test_what_was_under_way_when_the_world_broke_is_forgotten():
 
 @pytest.mark.parametrize("options", ["", " | zero=1", " | zero=2"])
 def test_a_program_may_end_with_a_backward_without_a_step(options):
-    def body(model, optimizer, batch, events):
+    def one_step(model, optimizer, batch, events):
         plain_steps(model, optimizer, batch, events, steps=1)
+
+    def and_a_backward(model, optimizer, batch, events):
+        one_step(model, optimizer, batch, events)
         F.cross_entropy(model(batch[0]), batch[1]).backward()
 
-    train(f"*: data{options}", 2, body)
+    weights, expected = (train(f"*: data{options}", 2, body)[1] for body in (and_a_backward, one_step))
+    assert weights and all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
 
 
 def test_a_wrong_sum_would_be_seen(monkeypatch):
