@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from workbench.kernels import attention_blocks
-from workbench.kernels.attention_blocks import BlockSettings, add_block, attend, attend_backward, peaks_of
+from workbench.kernels.attention_blocks import BlockSettings, attend, attend_backward, peaks_of
 from workbench.kernels.attention_dropout import (
     attention_dropout,
     attention_dropout_backward_reference,
     attention_dropout_reference,
 )
+from workbench.kernels.flash_attention import add_block
 
 SEED, P = 2**62 + 12345, 0.3
 BATCH, HEADS = 1, 2

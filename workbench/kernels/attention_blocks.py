@@ -20,6 +20,7 @@ from workbench.kernels.attention_dropout import (
     attention_dropout,
     attention_dropout_backward,
 )
+from workbench.kernels.flash_attention import flash_attention, flash_attention_backward, for_all_heads, of_groups
 from workbench.kernels.launch import runs_on
 from workbench.kernels.random_slice import fill_random
 
@@ -82,17 +83,14 @@ def attend(
     Returns:
         (batch, heads, rows, width of the values), and 32 bits (for float64: 64) (batch, heads, rows).
     """
-    key, value = (_for_all_heads(x, query) for x in (key, value))
     query, key, value = map(_with_rows, (query, key, value))
-    if _has_kernel(query, value):
+    if _has_flash(query, value, settings):
+        out, lse = flash_attention(query, key, value, *_of_flash(query, key, mask, settings), settings.scale)
+    elif _has_kernel(query, value):
         first, *rest = _of_kernel(query, key, mask, settings)
-        out, lse = attention_dropout(query, key, value, first, *rest)
-    elif _has_flash(query, value, settings):
-        addend, is_causal = _of_flash(query, key, mask, settings)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, is_causal, attn_mask=addend, scale=settings.scale
-        )
+        out, lse = attention_dropout(query, *_for_all_heads(query, key, value), first, *rest)
     else:
+        key, value = _for_all_heads(query, key, value)
         parts = [_attend_rows(scores, keep, value) for scores, keep, _ in _by_rows(query, key, mask, settings)]
         out, lse = (torch.cat(some, 2) for some in zip(*parts, strict=True))
     sees = _rows_that_see(query, key, mask, settings)
@@ -104,58 +102,40 @@ def attend(
 def attend_backward(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
     out: torch.Tensor, lse: torch.Tensor, settings: BlockSettings,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> Sequence[torch.Tensor]:  # fmt: skip
     """This block's part of the gradients of query, key and value.
 
     Args:
         grad: gradient of ``out``.
         out, lse: of all blocks of these rows together.
     """
-    groups = key.shape[1]
-    key, value = (_for_all_heads(x, query) for x in (key, value))
     grad, query, key, value = map(_with_rows, (grad, query, key, value))
     lse = lse.masked_fill(lse == -math.inf, 0.0)  # such a row has no score above minus infinity
     found: Any
+    if _has_flash(query, value, settings):
+        masked = _of_flash(query, key, mask, settings)
+        return flash_attention_backward(grad, query, key, value, *masked, out, lse, settings.scale)
+    groups = key.shape[1]
+    key, value = _for_all_heads(query, key, value)
     if _has_kernel(query, value):
         first, *rest = _of_kernel(query, key, mask, settings)
         found = attention_dropout_backward(grad, query, key, value, first, out, lse, *rest)
-    elif _has_flash(query, value, settings):
-        addend, is_causal = _of_flash(query, key, mask, settings)
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, out, lse, 0.0, is_causal, attn_mask=addend, scale=settings.scale
-        )
     else:
         every = _by_rows(query, key, mask, settings, grad, out, lse)
         parts = [_backward_of_rows(key, value, settings.scale, *rows) for rows in every]
         of_query, of_key, of_value = zip(*parts, strict=True)
         found = torch.cat(of_query, 2), sum(of_key), sum(of_value)
     of_query, of_key, of_value = found
-    return of_query, _of_groups(of_key, groups), _of_groups(of_value, groups)
+    return of_query, of_groups(of_key, groups), of_groups(of_value, groups)
 
 
-def add_block(total: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Add the result of a block to that of others, in place; the totals begin as zero and minus infinity."""
-    both = torch.logaddexp(total_lse, lse)
-    finite = both.masked_fill(both == -math.inf, 0.0)
-    total.mul_((total_lse - finite).exp_().unsqueeze(-1))
-    total.addcmul_(out.to(total.dtype), (lse - finite).exp_().unsqueeze(-1))
-    total_lse.copy_(both)
-
-
-def _for_all_heads(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Keys or values with a head for every head of the queries."""
-    return x if x.shape[1] == query.shape[1] else x.repeat_interleave(query.shape[1] // x.shape[1], 1)
+def _for_all_heads(query: torch.Tensor, *held: torch.Tensor) -> list[torch.Tensor]:
+    return [for_all_heads(x, query.shape[1]) for x in held]
 
 
 def _with_rows(x: torch.Tensor) -> torch.Tensor:
     """The tensor with consecutive elements in its rows, as flash kernels need it."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _of_groups(grad: torch.Tensor, groups: int) -> torch.Tensor:
-    if grad.shape[1] == groups:
-        return grad
-    return grad.unflatten(1, (groups, grad.shape[1] // groups)).sum(2)
 
 
 def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -178,7 +158,7 @@ def _of_kernel(
 
 def _has_flash(query: torch.Tensor, value: torch.Tensor, settings: BlockSettings) -> bool:
     is_plain = settings.probability == 0.0 and query.shape[-1] == value.shape[-1] and settings.peaks is None
-    return is_plain and query.device.type in ("cpu", "meta")
+    return is_plain and query.device.type in ("cpu", "meta") and not _has_kernel(query, value)
 
 
 def _of_flash(

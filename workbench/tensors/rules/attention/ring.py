@@ -19,7 +19,8 @@ from torch.autograd.function import once_differentiable
 from workbench.core.ring_steps import Block, Interval, ring_steps
 from workbench.core.sbp import broadcast
 from workbench.errors import ExplicitBoxingError
-from workbench.kernels.attention_blocks import BlockSettings, add_block, attend, attend_backward, peaks_of
+from workbench.kernels.attention_blocks import BlockSettings, attend, attend_backward, peaks_of
+from workbench.kernels.flash_attention import add_block
 from workbench.tensors import random
 from workbench.tensors.autocast import cast_for_product
 from workbench.tensors.boxing.uneven import Account
