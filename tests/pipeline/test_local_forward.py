@@ -236,3 +236,47 @@ def test_torchs_transformer_layers_keep_their_functions_in_evaluation():
 
     for output in run_ranks(program, 2):
         assert torch.equal(output, output[:1].expand_as(output))
+
+
+class Attention(nn.Module):
+    """A block that reads a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.products, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        query, key, value = self.products(x).unflatten(-1, (3, 2, 4)).transpose(1, 3).unbind(2)
+        found = F.scaled_dot_product_attention(query, key, value, mask)
+        return x + self.out(found.transpose(1, 2).flatten(2))
+
+
+class Masked(nn.Module):
+    """Blocks that share one plain mask, which the model makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Attention() for _ in range(3)), nn.Linear(8, 3)
+
+    def forward(self, x, seen):
+        mask = seen[:, None, None, :].expand(-1, 1, seen.shape[1], -1)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x).mean(1)
+
+
+def test_blocks_of_several_stages_share_one_plain_mask():
+    generator = torch.Generator().manual_seed(1)
+    x, targets = torch.randn(8, 5, 8, generator=generator), torch.arange(8) % 3
+    seen = torch.arange(5) < torch.arange(8)[:, None] % 4 + 2
+    torch.manual_seed(0)
+    one = Masked()
+    truth = F.cross_entropy(one(x, seen), targets).item()
+    models = [copy.deepcopy(one) for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "blocks.0: data@0; blocks.[1-2]: data@1; head: data@1 | mb=4")
+        return [wb.forward_backward(model, F.cross_entropy, (x, seen), targets).item() for _ in range(2)]
+
+    for losses in run_ranks(program, 2):
+        assert losses == pytest.approx([truth, truth], rel=1e-5)

@@ -127,8 +127,8 @@ def from_local(
 
 
 def from_local_once(local: torch.Tensor, world: World, layout: Layout) -> GlobalTensor:
-    """``from_local``, within the call of a module with the result of the last one for the same tensor, unless it was
-    written since.
+    """``from_local``, within the call of a module with the result of the last one for the same tensor and layout, unless
+    it was written since.
 
     A mask that every layer reads is then boxed once, and its slice is in memory once. Between two calls it may be
     written through ``.data`` or an array of numpy, which torch does not count.
@@ -136,7 +136,7 @@ def from_local_once(local: torch.Tensor, world: World, layout: Layout) -> Global
     call = world.context.call
     if call is OUTSIDE or local.requires_grad or local.is_inference():
         return from_local(local, world, layout)
-    known = spec_of(world, layout.broadcast(), tuple(local.shape)).plans.setdefault("made once", WeakIdKeyDictionary())
+    known = world.plans.setdefault(("made once", layout.broadcast()), WeakIdKeyDictionary())
     version, in_call, made = known.get(local, (-1, None, None))
     if version != local._version or in_call is not call:
         made = from_local(local, world, layout)
