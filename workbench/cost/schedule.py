@@ -13,9 +13,8 @@ import numpy as np
 
 from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.table_makespan import table_makespan_s
-from workbench.pipeline.check import dependencies
 from workbench.pipeline.schedules import Action, Table, make_table
-from workbench.pipeline.simulate import Duration, Span, Timeline, simulate
+from workbench.pipeline.simulate import Duration, Span, Timeline, running_order, simulate
 
 _NEVER = -1.0e300
 
@@ -90,9 +89,8 @@ def _on_shared_cores(
     and rank.
     """
     num_ranks = len(table)
-    listed = {action for actions in table for action in actions}
+    waits_for = {action: others for _, action, others in running_order(table, num_stages)}
     arrives: dict[Action, float] = {}  # at other ranks
-    rank_of = {action: rank for rank, actions in enumerate(table) for action in actions}
     left = [[duration(action) for action in actions] for actions in table]
     begins: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in table]
@@ -103,9 +101,9 @@ def _on_shared_cores(
         for rank, actions in enumerate(table):
             if place[rank] == len(actions):
                 continue
-            required = dependencies(actions[place[rank]], num_stages, listed)
-            if required <= arrives.keys():
-                start = max([now, *(arrives[other] for other in required if rank_of[other] != rank)])
+            others = waits_for[actions[place[rank]]]
+            if all(other in arrives for other in others):
+                start = max([now, *(arrives[other] for other in others)])
                 (active if start <= now else later).append((rank, start))
         speed = min(alone_speedup, num_ranks / len(active)) if active else 1.0
         ends = [now + left[rank][place[rank]] / speed for rank, _ in active]

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import chain
 
 import numpy as np
 
 from workbench.core.options import V_SCHEDULES
-from workbench.pipeline.check import dependencies
-from workbench.pipeline.schedules import KINDS, Table, make_table
+from workbench.pipeline.schedules import KINDS, make_table
+from workbench.pipeline.simulate import running_order
 
 _NEVER = -1.0e300
 _FEW = 4
@@ -76,38 +76,23 @@ def _ends(
 def _analysed(
     schedule: str, num_stages: int, num_micro_batches: int, num_ranks: int
 ) -> tuple[list[_Level], tuple[int, ...]]:
-    """The levels of a table, and the number of actions of each rank."""
-    table = make_table(schedule, num_stages, num_micro_batches, num_ranks)
-    waits_for, levels = _levels(table, num_stages)
-    ranks = np.repeat(np.arange(num_ranks), [len(actions) for actions in table])
-    durations = np.array([a.stage * len(KINDS) + KINDS.index(a.kind) for actions in table for a in actions])
-    order = np.argsort(levels, kind="stable")
-    groups = np.split(order, np.cumsum(np.bincount(levels))[:-1])
-    found = [_Level(group, ranks[group], durations[group], waits_for[group]) for group in groups]
-    return found, tuple(len(actions) for actions in table)
+    """The levels of a table, and the number of actions of each rank.
 
-
-def _levels(table: Table, num_stages: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each action, in the order of ranks, the number of the one of another rank that it waits for (beyond the last
-    one for none), and its level. Of the same rank, those before it have ended.
+    Actions are numbered rank by rank; the number beyond the last one stands for none.
     """
-    number = {action: index for index, action in enumerate(a for actions in table for a in actions)}
-    listed, nobody = set(number), len(number)
-    firsts = [0, *accumulate(map(len, table))]
-    waits_for, levels = [nobody] * nobody, [-1] * nobody
-    ended = list(firsts[:-1])
-    before = -1
-    while sum(ended) > before:
-        before = sum(ended)
-        for rank, (first, last) in enumerate(pairwise(firsts)):
-            level = levels[ended[rank] - 1] if ended[rank] > first else -1
-            for own in range(ended[rank], last):
-                needed = [number[other] for other in dependencies(table[rank][own - first], num_stages, listed)]
-                if any(levels[other] < 0 for other in needed):
-                    break
-                away = [other for other in needed if not first <= other < last]
-                if away:
-                    waits_for[own], level = away[0], max(level, levels[away[0]])
-                level += 1
-                levels[own], ended[rank] = level, own + 1
-    return np.array(waits_for), np.array(levels)
+    table = make_table(schedule, num_stages, num_micro_batches, num_ranks)
+    number = {action: index for index, action in enumerate(chain.from_iterable(table))}
+    nobody = len(number)
+    waits_for, levels, free = [nobody] * nobody, [0] * nobody, [0] * num_ranks
+    for rank, action, others in running_order(table, num_stages):
+        own = number[action]
+        for other in map(number.__getitem__, others):  # there is no second one
+            waits_for[own], free[rank] = other, max(free[rank], levels[other] + 1)
+        levels[own] = free[rank]
+        free[rank] += 1
+    ranks = np.repeat(np.arange(num_ranks), [len(actions) for actions in table])
+    durations = np.array([action.stage * len(KINDS) + KINDS.index(action.kind) for action in number])
+    waited, order = np.array(waits_for), np.argsort(levels, kind="stable")
+    groups = np.split(order, np.cumsum(np.bincount(levels))[:-1])
+    found = [_Level(group, ranks[group], durations[group], waited[group]) for group in groups]
+    return found, tuple(len(actions) for actions in table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from workbench.pipeline.schedules import Action, Table
 
@@ -124,7 +124,7 @@ def _steps(action: Action, edges: Edges, run_again: Sequence[tuple[int, int]]) -
     return [*steps, (False, ("ended", stage * 3 + phase, m))]
 
 
-def dependencies(action: Action, num_stages: int, listed: set[Action]) -> set[Action]:
+def dependencies(action: Action, num_stages: int, listed: Container[Action]) -> set[Action]:
     """The actions that must be done before this one; ``listed`` shows which backwards are split."""
     stage, m = action.stage, action.micro_batch
     if action.kind == "F":

@@ -56,6 +56,33 @@ class Timeline:
         return 1 - busy / total if total else 0.0
 
 
+def running_order(table: Table, num_stages: int) -> list[tuple[int, Action, list[Action]]]:
+    """All actions in an order in which they can run: (rank, action, the actions of other ranks that it waits for).
+
+    What an action waits for on its own rank stands before it in the table.
+
+    Raises:
+        StrategyError: the table cannot run to its end.
+    """
+    rank_of = {action: rank for rank, actions in enumerate(table) for action in actions}
+    found: list[tuple[int, Action, list[Action]]] = []
+    done, place = set[Action](), [0] * len(table)
+    while any(at < len(actions) for at, actions in zip(place, table, strict=True)):
+        before = len(found)
+        for rank, actions in enumerate(table):
+            for action in actions[place[rank] :]:
+                required = dependencies(action, num_stages, rank_of)
+                if not required <= done:
+                    break
+                found.append((rank, action, [other for other in required if rank_of[other] != rank]))
+                done.add(action)
+                place[rank] += 1
+        if len(found) == before:
+            stuck = [str(actions[at]) for at, actions in zip(place, table, strict=True) if at < len(actions)]
+            raise StrategyError(f"the table cannot run to its end: stuck at {', '.join(stuck)}.")
+    return found
+
+
 def simulate(table: Table, num_stages: int, duration: Duration, transfer_s: float = 0.0) -> Timeline:
     """Simulate a table: an action starts when its rank is free and its dependencies have arrived.
 
@@ -74,25 +101,13 @@ def simulate(table: Table, num_stages: int, duration: Duration, transfer_s: floa
     >>> simulate(make_table("gpipe", 2, 1), 2, lambda action: 1.0).makespan_s
     4.0
     """
-    listed = {action for actions in table for action in actions}
-    rank_of = {action: rank for rank, actions in enumerate(table) for action in actions}
     ended: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in table]
     free = [0.0] * len(table)
-    while len(ended) < len(listed):
-        before = len(ended)
-        for rank, actions in enumerate(table):
-            for action in actions[len(spans[rank]) :]:
-                required = dependencies(action, num_stages, listed)
-                if not required <= ended.keys():
-                    break
-                arrivals = [ended[other] + transfer_s * (rank_of[other] != rank) for other in required]
-                start = max([free[rank], *arrivals])
-                free[rank] = ended[action] = start + duration(action)
-                spans[rank].append(Span(rank, action, start, free[rank]))
-        if len(ended) == before:
-            stuck = [str(actions[len(spans[r])]) for r, actions in enumerate(table) if len(spans[r]) < len(actions)]
-            raise StrategyError(f"the table cannot run to its end: stuck at {', '.join(stuck)}.")
+    for rank, action, others in running_order(table, num_stages):
+        start = max([free[rank], *(ended[other] + transfer_s for other in others)])
+        free[rank] = ended[action] = start + duration(action)
+        spans[rank].append(Span(rank, action, start, free[rank]))
     return Timeline(tuple(map(tuple, spans)))
 
 
