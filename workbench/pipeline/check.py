@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 from workbench.pipeline.schedules import Action, Table
 
@@ -122,18 +122,6 @@ def _steps(action: Action, edges: Edges, run_again: Sequence[tuple[int, int]]) -
         elif receiver == stage or receiver is None:
             steps.append((True, (direction, number, m)))
     return [*steps, (False, ("ended", stage * 3 + phase, m))]
-
-
-def dependencies(action: Action, num_stages: int, listed: Container[Action]) -> set[Action]:
-    """The actions that must be done before this one; ``listed`` shows which backwards are split."""
-    stage, m = action.stage, action.micro_batch
-    if action.kind == "F":
-        return {Action(stage - 1, "F", m)} if stage else set()
-    if action.kind == "W":
-        return {Action(stage, "I", m)}
-    inputs_done = Action(stage + 1, "I", m)
-    later = inputs_done if inputs_done in listed else Action(stage + 1, "B", m)
-    return {Action(stage, "F", m)} | ({later} if stage < num_stages - 1 else set())
 
 
 def max_live_micro_batches(actions: list[Action]) -> int:

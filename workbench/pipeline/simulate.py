@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from workbench.errors import StrategyError
-from workbench.pipeline.check import dependencies
 from workbench.pipeline.schedules import Action, Table
 
 Duration = Callable[[Action], float]
@@ -71,7 +70,7 @@ def running_order(table: Table, num_stages: int) -> list[tuple[int, Action, list
         before = len(found)
         for rank, actions in enumerate(table):
             for action in actions[place[rank] :]:
-                required = dependencies(action, num_stages, rank_of)
+                required = _dependencies(action, num_stages, rank_of)
                 if not required <= done:
                     break
                 found.append((rank, action, [other for other in required if rank_of[other] != rank]))
@@ -81,6 +80,18 @@ def running_order(table: Table, num_stages: int) -> list[tuple[int, Action, list
             stuck = [str(actions[at]) for at, actions in zip(place, table, strict=True) if at < len(actions)]
             raise StrategyError(f"the table cannot run to its end: stuck at {', '.join(stuck)}.")
     return found
+
+
+def _dependencies(action: Action, num_stages: int, listed: Container[Action]) -> set[Action]:
+    """The actions that must be done before this one; ``listed`` shows which backwards are split."""
+    stage, m = action.stage, action.micro_batch
+    if action.kind == "F":
+        return {Action(stage - 1, "F", m)} if stage else set()
+    if action.kind == "W":
+        return {Action(stage, "I", m)}
+    inputs_done = Action(stage + 1, "I", m)
+    later = inputs_done if inputs_done in listed else Action(stage + 1, "B", m)
+    return {Action(stage, "F", m)} | ({later} if stage < num_stages - 1 else set())
 
 
 def simulate(table: Table, num_stages: int, duration: Duration, transfer_s: float = 0.0) -> Timeline:
