@@ -75,7 +75,7 @@ def moves_to(source: Layout, destination: Layout, shape: Shape, rank: int) -> tu
 
 @lru_cache(maxsize=16384)
 def moves_from(source: Layout, destination: Layout, shape: Shape, rank: int) -> tuple[Move, ...]:
-    """By destination. The counterpart of ``_moves_to``: who would take a slice from this rank?"""
+    """By destination. The counterpart of ``moves_to``: who would take a slice from this rank?"""
     tiling, targets = tiling_of(source, shape), tiling_of(destination, shape)
     own, region = tiling.place(rank), source.region(shape, rank)
     term = owner(source, destination, shape, own)

@@ -52,7 +52,7 @@ class Estimate:
         memory: bytes by kind (``core.metrics.MEMORY_KINDS``) of every stage's fullest rank, at the step's peak.
         sent: bytes that all ranks send in a step; ``boxed_bytes`` is their sum.
         samples_per_s: batch size over ``step_s``.
-        timeline: the predicted schedule, one rank per stage.
+        timeline: the predicted schedule, one rank per slice of the pipeline axis.
         boxing_shares: by stage, the part of a forward and of a whole backward that is exchanges.
         offloaded_bytes: what the rank with most of it holds beside its memory: in the host's, or in files.
         flops_per_sample: operations of the step, all ranks together, without recomputation.

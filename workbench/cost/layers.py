@@ -135,11 +135,6 @@ class LayerPrice:
         """``kept_bytes`` of a layer behind a recomputed block: with its input, which the block no longer keeps."""
         return self.kept_after_bytes + max(self.kept_bytes - self.kept_after_bytes, self.input_bytes)
 
-    @property
-    def backward_s(self) -> float:
-        """Seconds of compute in the whole backward."""
-        return self.input_s + self.weight_s
-
     def without_casts(self) -> LayerPrice:
         """The price under ZeRO 3, which gathers copies of weights again for backward."""
         return replace(self, kept_bytes=self.kept_bytes - ITEMSIZE_16_BIT * self.cast) if self.cast else self

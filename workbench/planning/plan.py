@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.core.presets import StrategyLike
 from workbench.core.strategy import ResolvedStrategy, Strategy
-from workbench.cost.estimate import Estimate, estimate
+from workbench.cost.estimate import Estimate
 from workbench.cost.stage_settings import computed_in, rate_of
 from workbench.planning.explain import Explanation, explain
 from workbench.planning.incumbents import PricedStrategy, fullest_stages
@@ -70,16 +70,7 @@ class Plan:
     @cached_property
     def estimate(self) -> Estimate:
         """Seconds and bytes of a step, with its timeline."""
-        problem = self.problem
-        return estimate(
-            problem.costs,
-            self.resolved,
-            problem.hardware,
-            problem.batch_size,
-            optimizer=problem.optimizer,
-            software=problem.software,
-            with_timeline=True,
-        )
+        return self.problem.estimate(self.resolved, with_timeline=True)
 
     @cached_property
     def one_device(self) -> PricedStrategy:

@@ -318,10 +318,16 @@ class Problem:
         number = number_in_list(row, layer, data, model)
         return replace(resolved, over_data=over_data(row, data, model), expert=number)
 
-    def estimate(self, strategy: ResolvedStrategy) -> Estimate:
+    def estimate(self, strategy: ResolvedStrategy, with_timeline: bool = False) -> Estimate:
         """Seconds and bytes of a step."""
         return estimate(
-            self.costs, strategy, self.hardware, self.batch_size, optimizer=self.optimizer, software=self.software
+            self.costs,
+            strategy,
+            self.hardware,
+            self.batch_size,
+            optimizer=self.optimizer,
+            software=self.software,
+            with_timeline=with_timeline,
         )
 
     def value(self, strategy: ResolvedStrategy, found: Estimate) -> tuple[float, float]:
