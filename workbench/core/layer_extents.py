@@ -56,26 +56,26 @@ class ObservedCalls:
         self.found: list[tuple[str, LayerExtents]] = []
         self.are_followed = False
         self._recorded: list[tuple[str, LayerExtents]] | None = None
-        self._tensors: list[ref[Any]] = []
+        self._tensors: dict[int, tuple[ref[Any], int]] = {}  # by id, which a later one may get again
 
     def begin(self) -> None:
         """The model is called."""
         self._recorded = None if self.found else []
-        self._tensors = []
+        self._tensors = {}
 
     def end(self, has_returned: bool) -> None:
         """The call of the model has ended."""
         if has_returned and self._recorded is not None:
             self.found = self._recorded
-        self._recorded, self._tensors = None, []
+        self._recorded, self._tensors = None, {}
 
     def add_input(self, name: str, extent: Extent, itemsize: int, tensor: Any) -> None:
         """A layer is called with ``tensor``, which may have been the input of earlier calls."""
         if self._recorded is not None:
-            same = (number for number, reference in enumerate(self._tensors) if reference() is tensor)
-            number = next(same, len(self._tensors))
-            if number == len(self._tensors):
-                self._tensors.append(ref(tensor))
+            known, number = self._tensors.get(id(tensor), (None, 0))
+            if known is None or known() is not tensor:
+                number = len(self._recorded)
+                self._tensors[id(tensor)] = ref(tensor), number
             self._recorded.append((name, LayerExtents(extent, input_itemsize=itemsize, source=number)))
 
     def add_output(self, name: str, extent: Extent, itemsize: int) -> None:

@@ -79,6 +79,7 @@ class ShardingPlan:
         self.placements = tuple(self._placement(stage, device_type) for stage in stages)
         self.calls, self._is_settled = ObservedCalls(), False
         self.chosen = {layer.name: layer.chosen for layer in layers}
+        self._stage_of = {choice.name: choice.stage for choice in resolved.layers}
         self._followings: dict[bool, dict[str, ResolvedLayer | None]] = {}
         self._input_layouts: dict[tuple[str, int, int | None, int], Layout] = {}
 
@@ -163,8 +164,7 @@ class ShardingPlan:
 
     def gradient_bytes(self, planned: LayerPlan) -> int:
         """Bytes on the wire in a step, all ranks together, of a layer's gradients, and under ZeRO of its weights."""
-        stage = next(choice.stage for choice in self.resolved.layers if choice.name == planned.layer.name)
-        groups, options = self.resolved.shard_groups(stage), self.resolved.options
+        groups, options = self.resolved.shard_groups(self._stage_of[planned.layer.name]), self.resolved.options
         return planned.gradient_bytes(groups, options.num_micro_batches, options.zero)
 
     def settle(self) -> bool:
