@@ -128,6 +128,7 @@ class _Shards:
     def __init__(self, layout: Layout, shape: Shape) -> None:
         tiling = tiling_of(layout, shape)
         self.layout, self.num_copies, self.num_terms = layout, len(tiling.copies), len(tiling.terms)
+        self._copy_offsets = tiling.copies
         self.index = {rank: place for place, rank in enumerate(layout.placement.grid)}
         offsets = itertools.product(tiling.tiles(), tiling.terms, tiling.copies)
         placed = sorted((tile + term + copy, region, copy, term) for (tile, region), term, copy in offsets)
@@ -140,15 +141,11 @@ class _Shards:
         found: dict[int, list[int]] = {}
         for place, copy in enumerate(self.copies):
             found.setdefault(copy, []).append(place)
-        return dict(sorted(found.items()))
-
-    @cached_property
-    def _order(self) -> list[list[int]]:
-        return list(self._sets.values())
+        return found
 
     def places_for(self, own: int | None, position: int) -> list[int]:
         """Where a rank takes slices from: its own set of copies, or, from outside, one by its place in the new grid."""
-        return self._sets[self.copies[own]] if own is not None else self._order[position % len(self._order)]
+        return self._sets[self._copy_offsets[position % self.num_copies] if own is None else self.copies[own]]
 
     @cached_property
     def sample(self) -> list[tuple[int, int]]:
