@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shlex
 import subprocess
@@ -72,6 +73,27 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
 def test_interrupt_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli.doctor, "run", raising(KeyboardInterrupt()))
     assert cli.main(["doctor"]) == cli.INTERRUPTED
+
+
+@pytest.mark.parametrize("arguments", ["--help", "simulate --machines"])
+def test_output_that_nothing_reads_ends_a_command_quietly(arguments: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        command = [sys.executable, "-m", "workbench", *arguments.split()]
+        buffered = os.environ | {"PYTHONUNBUFFERED": ""}  # else argparse itself drops the error of a help text
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False, env=buffered)
+    assert (done.returncode, done.stderr) == (cli.OUTPUT_CLOSED, "")
+
+
+def test_another_closed_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cli.doctor, "run", raising(BrokenPipeError()))
+    with (tmp_path / "out").open("w") as file:
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, file)
+        with pytest.raises(BrokenPipeError):
+            cli.main(["doctor"])
+        monkeypatch.undo()
 
 
 def test_lab_opens_the_first_notebook() -> None:

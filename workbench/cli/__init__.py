@@ -16,8 +16,11 @@ when it runs, so ``--help`` answers at once.
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from workbench.cli import compare, demo, doctor, dump, interrupt, lab, plan, script, simulate, status
 from workbench.errors import WorkbenchError
@@ -36,6 +39,7 @@ _COMMANDS = {
 }
 USER_ERROR = 2
 INTERRUPTED = 130
+OUTPUT_CLOSED = 141  # as a shell reports a program that a closed pipe has ended
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -56,7 +60,24 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0 success, 1 the check failed, 2 a mistake in the arguments."""
+    """Run one command. Returns the exit code: 0 success, 1 the check failed, 2 a mistake in the arguments, 130 an
+    interrupt, 141 that nothing reads the output any more (``workbench status | head -1``).
+    """
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            print(end="", flush=True)  # so that a closed pipe is found here, not when the interpreter ends
+    except BrokenPipeError:
+        closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed(stream)]
+        if not closed:  # it is another pipe or connection
+            raise
+        for stream in closed:  # the interpreter writes what they hold when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return OUTPUT_CLOSED
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     args, unknown = make_parser().parse_known_args(arguments)
     if unknown:  # shows the usage of this command, not that of all
         args.refuse(f"unrecognized arguments: {' '.join(unknown)} (workbench {args.command} --help lists all)")
@@ -68,3 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _is_closed(stream: TextIO) -> bool:
+    """Whether a stream is a pipe that nothing reads."""
+    poller = select.poll()
+    poller.register(stream, 0)  # reports errors only
+    return bool(poller.poll(0))
