@@ -12,7 +12,7 @@ from torch import nn
 import workbench as wb
 from tests.session.simulated_session import Finished, SimulatedSession
 from workbench.core.seeds import over_seeds
-from workbench.errors import EngineStartError
+from workbench.errors import EngineStartError, SessionError
 from workbench.session.comparison import training_on_engine
 from workbench.session.comparison.compare import CompareResult
 from workbench.session.comparison.comparison import Comparison
@@ -79,6 +79,27 @@ def test_every_strategy_is_trained_with_every_seed_and_compared_with_its_own_one
     old = CompareResult.from_json('{"baseline": null, "runs": []}')
     assert old.baseline is None and old.baselines == []
     assert sorted(run.name for run in over_seeds(saved)) == ["*: model", "data", "one device"]
+
+
+class FailsWithSeed7(SimulatedSession):
+    """One device fails with this seed."""
+
+    def submit(self, fn: Any, *args: Any, **options: Any) -> Finished:
+        if fn is training_on_engine.train_one_device and args[1].seed == 7:
+            return Finished(lambda: [1 // 0])
+        return super().submit(fn, *args, **options)
+
+
+def test_one_device_that_fails_with_a_later_seed_keeps_the_runs_of_all_others():
+    options: dict[str, Any] = {"batch_size": 8, "steps": 2, "keep": False, "session": FailsWithSeed7()}
+    result = wb.compare(make_model, data(), F.cross_entropy, ["data"], seeds=[3, 7, 9], **options)
+    assert [run.name for run in result.runs] == ["data", "data, seed 7", "data, seed 9"]
+    assert [run.equal for run in result.runs] == [True, None, True] and not result.all_equal
+    assert result.runs[1].error == "one device failed with seed 7: integer division or modulo by zero"
+    assert [run.name for run in result.baselines] == ["one device", "one device, seed 9"]
+    assert list(result.table["strategy"]) == ["data", "data, seed 7", "one device"]
+    with pytest.raises(SessionError, match="by zero"):  # there is nothing to keep
+        wb.compare(make_model, data(), F.cross_entropy, ["data"], seeds=[7, 9], **options)
 
 
 def test_one_seed_gives_the_table_of_before():

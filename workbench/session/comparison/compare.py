@@ -194,7 +194,8 @@ def compare(
         optimizer_fn: parameters -> torch optimizer. Default: SGD with lr 0.1 and momentum 0.9.
         seed: of the weights and of the order of the samples.
         seeds: train each strategy, and one device, so many times, with ``seed`` and the next numbers; or a list of
-            seeds. Each run is compared with one device of its seed. Tables give means and standard deviations.
+            seeds. Each run is compared with one device of its seed. Tables give means and standard deviations. Where
+            one device fails with a later seed, the runs of that seed say so, and all others are kept.
         collate_fn: list of samples -> batch, as for torch's ``DataLoader``; for a Dataset or a list of samples.
         shuffle: a new order of the samples in every epoch, from the seed. False: the data set's order.
         drop_last: leave out a last batch of an epoch with fewer samples.
@@ -241,12 +242,19 @@ def compare(
         say = _Progress(len(checked) * (1 + compile) * len(numbers)) if progress else None
         settings, runs, baselines = comparison.settings(), list[RunRecord](), list[RunRecord | None]()
         for number in numbers:
-            comparison.use_seed(number)
-            baselines.append(comparison.baseline())
+            problem = ""
+            try:
+                comparison.use_seed(number)
+                baselines.append(comparison.baseline())
+            except (SessionError, RunError) as error:
+                if not runs:
+                    raise
+                problem = f"one device failed with seed {number}: {error}"
             for name, strategy in checked.items():
                 for comparison.compiles in (False, True) if compile else (False,):
                     title = f"{name}, compiled" if comparison.compiles else name
-                    runs.append(_run_to_end(comparison, with_seed(title, number, numbers[0]), strategy, say))
+                    title = with_seed(title, number, numbers[0])
+                    runs.append(_run_to_end(comparison, title, strategy, problem, say))
         return CompareResult(baselines[0], runs, settings, [one for one in baselines[1:] if one is not None])
 
 
@@ -269,9 +277,14 @@ def _named(strategies: Iterable[StrategyLike] | Mapping[str, StrategyLike]) -> d
     return named
 
 
-def _run_to_end(comparison: Comparison, name: str, strategy: Strategy, say: _Progress | None) -> RunRecord:
+def _run_to_end(
+    comparison: Comparison, name: str, strategy: Strategy, problem: str, say: _Progress | None
+) -> RunRecord:
+    """The record of a run; of one that failed, or that a ``problem`` prevents, with the reason."""
     started = time.perf_counter()
     try:
+        if problem:
+            raise RunError(problem)
         record = comparison.start(strategy, name).result()
     except (SessionError, RunError) as error:  # a strategy that fails must not lose the results of the others
         record = comparison.planned(name, strategy, error=str(error))
