@@ -1,4 +1,4 @@
-"""The folder of all sessions, where it cannot be used."""
+"""The folders of sessions, where they cannot be used."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from workbench.errors import SessionError
 from workbench.session.processes import folder
+from workbench.session.protocol import SavedCheckpoint
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,21 @@ def test_without_a_place_for_temporary_files(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(folder.tempfile, "gettempdir", lambda: str(tmp_path / "missing"))
     with pytest.raises(SessionError, match=r"cannot be made: No such file.*Set WORKBENCH_SESSIONS"):
         folder.base_folder()
+
+
+def test_a_checkpoint_is_saved_though_its_name_finds_a_full_disk(tmp_path: Path) -> None:
+    """Rank 0 failed before it began to save, and the other ranks waited for it."""
+    made, saved = folder.SessionFolder(tmp_path), [SavedCheckpoint(f"/data/{number}", {}) for number in range(2)]
+    names = tmp_path / "checkpoints"
+    names.symlink_to("/dev/full")
+    with pytest.warns(UserWarning, match="recover will not find the checkpoint /data/0: .*No space left on device"):
+        made.add_checkpoint(saved[0])
+    names.unlink()
+    made.add_checkpoint(saved[0])
+    with names.open("a") as file:
+        file.write('\n{"path": "/da')  # a disk that gets full takes a part
+    made.add_checkpoint(saved[1])
+    assert made.checkpoints() == saved
+    made.remove()
+    made.add_checkpoint(saved[0])
+    assert made.checkpoints() == []

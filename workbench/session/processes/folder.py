@@ -19,6 +19,7 @@ import socket
 import stat
 import sys
 import tempfile
+import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -257,15 +258,28 @@ class SessionFolder:
         return None
 
     def add_checkpoint(self, saved: SavedCheckpoint) -> None:
-        """Remember a checkpoint for all engines of the session, also those that are started later."""
-        with contextlib.suppress(FileNotFoundError), open(self.path / _CHECKPOINTS, "a") as file:  # it has been removed
-            file.write(f"{json.dumps(asdict(saved))}\n")
+        """Remember a checkpoint for all engines of the session, also those that are started later. On a full disk this
+        is a warning: the folder of the checkpoint itself may be on another one.
+        """
+        try:
+            with open(self.path / _CHECKPOINTS, "a") as file:
+                file.write(f"\n{json.dumps(asdict(saved))}")  # a full disk may have taken half a line before
+        except FileNotFoundError:
+            pass  # the session's folder has been removed
+        except OSError as error:
+            warnings.warn(
+                f"%workbench recover will not find the checkpoint {saved.path}: its name cannot be written to "
+                f"{self.path}: {error.strerror}. Saving goes on; wb.checkpoint.load reads it.",
+                stacklevel=2,
+            )
 
     def checkpoints(self) -> list[SavedCheckpoint]:
         """Those of the session, oldest first."""
-        file = self.path / _CHECKPOINTS
-        lines = file.read_text().splitlines() if file.is_file() else ()
-        return [SavedCheckpoint(**json.loads(line)) for line in lines]
+        file, found = self.path / _CHECKPOINTS, list[SavedCheckpoint]()
+        for line in file.read_text().splitlines() if file.is_file() else ():
+            with contextlib.suppress(ValueError):
+                found.append(SavedCheckpoint(**json.loads(line)))
+        return found
 
     def reap(self, spare: Collection[int] = ()) -> None:
         """End the session's processes, except those in ``spare``, and remove the folder."""
