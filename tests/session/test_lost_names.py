@@ -31,7 +31,7 @@ from workbench.session.protocol import Failure
         ("globals().update(x=1)\nx", ["globals"]),
         ("match x:\n    case [a, *b]: pass\n    case {'k': c, **d}: pass\nprint(a, b, c, d)", ["print"]),
         ("ok and (n := 3)\nn", ["ok"]),
-        ("any((hit := x) for x in xs)\nhit, x", ["any", "xs", "x"]),
+        ("any((hit := x) for x in xs)\nhit, x, y", ["any", "xs", "y"]),
         ("x\ndef build():\n    global model, x\nbuild()\nmodel, y", ["x", "y"]),
         ("class A:\n    def f(self):\n        global n\n        n = 1\nA().f()\nn", []),
         ("if big:\n    def f():\n        global n\nn", ["big"]),

@@ -75,20 +75,26 @@ def first_reads(code: str) -> list[str]:
 
 
 def _read(node: ast.AST | None, found: dict[str, None], made: set[str]) -> None:
-    """Add the names that ``node`` reads to ``found``, and those that it makes, or may make, to ``made``."""
+    """Add the names that ``node`` is sure to read to ``found``, and those that it may set to ``made``."""
+    if node is None:
+        return
     match node:
-        case ast.Name(id=name, ctx=ast.Load()):
-            found.update({name: None} if name not in made else {})
-        case ast.AugAssign(target=ast.Name(id=name)) if name not in made:
+        case ast.Name(id=name, ctx=ast.Load()) | ast.AugAssign(target=ast.Name(id=name)) if name not in made:
             found[name] = None
-            _read(node.value, found, made)
+    for part in _sure_parts(node):
+        _read(part, found, made)
+    made |= _names_made(node)
+
+
+def _sure_parts(node: ast.AST) -> Iterable[ast.AST | None]:
+    """The parts of a node that are sure to run if it does, in their order."""
+    match node:
         case ast.Assign():
-            _read_all([node.value, *node.targets], found, made)
+            return [node.value, *node.targets]
         case ast.AnnAssign() | ast.NamedExpr():
-            _read_all([node.value, node.target], found, made)
+            return [node.value, node.target]
         case ast.For() | ast.AsyncFor():
-            _read_all([node.iter, node.target, *node.body], found, made)
-            made |= _names_made(node)
+            return [node.iter, node.target, *node.body]
         case (
             ast.If(test=first)
             | ast.While(test=first)
@@ -96,33 +102,20 @@ def _read(node: ast.AST | None, found: dict[str, None], made: set[str]) -> None:
             | ast.Assert(test=first)
             | ast.BoolOp(values=[first, *_])
         ):
-            _read(first, found, made)
-            made |= _names_made(node)
+            return [first]
         case ast.Compare():
-            _read_all([node.left, node.comparators[0]], found, made)
-            made |= _names_made(node)
+            return [node.left, node.comparators[0]]
         case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
-            _read(node.generators[0].iter, found, made)
-            made |= _names_made_around(node)
+            return [node.generators[0].iter]
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-            _read_all(node.decorator_list, found, made)
-            made |= {node.name} | _names_made_around(node)
-        case ast.Name() | ast.Import() | ast.ImportFrom() | ast.Try() | ast.TryStar() | ast.Match():
-            made |= _names_made(node)
-        case ast.Lambda() | None:
-            pass
-        case _:
-            _read_all(ast.iter_child_nodes(node), found, made)
-            _check_names_are_known(node)
-
-
-def _read_all(nodes: Iterable[ast.AST | None], found: dict[str, None], made: set[str]) -> None:
-    for node in nodes:
-        _read(node, found, made)
+            return node.decorator_list
+        case ast.Try() | ast.TryStar() | ast.Match() | ast.Lambda():
+            return []
+    return ast.iter_child_nodes(node)
 
 
 def _names_made(node: ast.AST) -> set[str]:
-    """Names that a piece of code may set. Raises _MakesAnyName if these are not known."""
+    """Names that a piece of code may set, those of functions in it too. Raises _MakesAnyName if these are not known."""
     made = set()
     for each in ast.walk(node):
         _check_names_are_known(each)
@@ -137,19 +130,6 @@ def _names_made(node: ast.AST) -> set[str]:
                 made.add(alias or name.partition(".")[0])
             case ast.Global(names=names):
                 made.update(names)
-    return made
-
-
-def _names_made_around(node: ast.AST) -> set[str]:
-    """Names that a function, class or comprehension may set outside of it. Raises _MakesAnyName as `_names_made`."""
-    made = set()
-    for each in ast.walk(node):
-        _check_names_are_known(each)
-        match each:
-            case ast.Global(names=names):
-                made.update(names)
-            case ast.NamedExpr(target=ast.Name(id=name)):
-                made.add(name)
     return made
 
 
