@@ -16,6 +16,7 @@ from tests.timeouts import wait_until
 from workbench.core.metrics import Segment
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import TensorChange
+from workbench.errors import SessionError
 from workbench.session.comparison.checker import CheckedRun, Checker, RunObserver
 from workbench.session.comparison.training_on_engine import OneDevice
 from workbench.session.remote_call import RemoteCall
@@ -83,6 +84,16 @@ def test_a_check_that_nobody_waits_for_is_no_verdict(evidence: str):
     verdict = checker.verdict(CheckedRun(DATA, [report(2.0, 1.0005, math.nan)], 2, observer=observer))
     assert verdict.equal is None and "stopped" in verdict.text and verdict.note == "then nan"
     assert [call.commands for call in session.calls] == [["stop", "cancel"]]
+
+
+def test_a_check_that_fails_is_no_verdict():
+    """The run that it was of counted as failed, and its figures were lost."""
+    died = SessionError("the call failed\nrank 0 died")
+    checker = Checker(Mock(submit=Mock(return_value=Mock(result=Mock(side_effect=died)))), "key")
+    checker._reports[OneDevice()] = report(2.0, 1.0)
+    verdict = checker.verdict(CheckedRun(DATA, [report(2.0, 1.0005)], 2))
+    assert verdict.equal is None
+    assert verdict.text == "not judged: one device failed in the check: rank 0 died"
 
 
 @pytest.mark.parametrize("steps", [1, 4])

@@ -7,7 +7,9 @@ import math
 import os
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -155,12 +157,12 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "commands", list)
 
 
-def compared(keep: SavedRuns) -> CompareResult:
+def compared(keep: SavedRuns, log: Any = None) -> CompareResult:
     data = (torch.randn(32, 4), torch.randn(32, 2))
     session: Any = SimulatedSession()
     return wb.compare(
         lambda: nn.Linear(4, 2), data, nn.functional.mse_loss, ["data", "model"], batch_size=16, steps=4,
-        session=session, keep=keep, progress=False,
+        session=session, keep=keep, log=log, progress=False,
     )  # fmt: skip
 
 
@@ -184,6 +186,24 @@ def test_an_interrupt_names_the_folder_of_the_runs_that_have_ended(is_given, sav
     place = str(raised.value).partition("Runs that have ended are kept: ")[2]
     assert place == (f"wb.draw.SavedRuns({str(saved.folder / 'mine')!r})" if is_given else "wb.draw.SavedRuns()")
     assert [run.name for run in eval(place, {"wb": wb})] == ["one device"]
+
+
+def test_an_interrupt_of_the_check_ends_the_runs_file(saved, simulated, monkeypatch):
+    """The file said that the run went on, and the writers of its log were left open."""
+    closed = list[str | None]()
+    log = SimpleNamespace(add=lambda step, values: None, close=closed.append)
+    monkeypatch.setattr(Comparison, "record", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        compared(saved, lambda name, settings: log)
+    assert closed == [None, "KeyboardInterrupt()"]
+    assert {run.name: run.error for run in saved} == {"one device": None, "data": "KeyboardInterrupt()"}
+
+
+def test_a_run_that_failed_has_its_steps(saved):
+    with saved.begin(planned()) as file:
+        file.add([block(0, 2.0, 1.5)])
+        file.finish(replace(planned(), error="rank 1 died"))
+    assert saved[file.run_id].losses == (2.0, 1.5) and saved[file.run_id].error == "rank 1 died"
 
 
 def test_a_folder_that_cannot_be_made_stops_no_run(tmp_path, simulated):

@@ -168,6 +168,8 @@ class Checker:
                     case = self._check_in_float64(case, run, steps)
         except RunStopped:
             return losses.described(Verdict(None, text="not judged: stopped before the question was settled"))
+        except SessionError as error:  # the run itself is complete
+            return losses.described(Verdict(None, text=f"not judged: one device failed in the check: {_cause(error)}"))
         verdict = self._with_micro_batches(losses.described(case.verdict()), run.which, reference)
         if verdict.equal and reference.precision == "fp32" and not run.changes:
             known = self._equal.get((str(run.strategy), run.compiles), 0)
@@ -220,8 +222,7 @@ class Checker:
         except RunStopped:
             raise
         except SessionError as error:
-            reason = str(error).strip().splitlines()[-1]
-            return replace(case, no_float64=f"the model does not run in float64: {reason}")
+            return replace(case, no_float64=f"the model does not run in float64: {_cause(error)}")
         exact = _distance(found, reference, num_steps)
         self._exact[wide, run.compiles] = num_steps, exact
         return replace(case, exact=exact)
@@ -230,6 +231,10 @@ class Checker:
 def one_device_of(strategy: Strategy, seed: int) -> OneDevice:
     """The one-device run that a strategy's run is compared with."""
     return OneDevice(strategy.options.num_micro_batches, strategy.options.precision, seed=seed)
+
+
+def _cause(error: SessionError) -> str:
+    return str(error).strip().splitlines()[-1]
 
 
 def _weight_steps(report: RankResult) -> int:

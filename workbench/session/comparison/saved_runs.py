@@ -244,11 +244,13 @@ def _record_of(lines: Sequence[dict[str, Any]]) -> RunRecord:
     """
     last: dict[str, dict[str, Any]] = {line["line"]: line for line in lines}
     record: RunRecord = RunRecord.from_dict((last.get("record") or last["run"])["record"])
-    if "record" not in last:
+    if not record.losses:  # it has failed, or not finished
         blocks = [StepBlock.from_dict(line) for line in lines if line["line"] == "steps"]
         times = tuple(time for block in blocks for time in block.step_times_s)
         losses = tuple(loss for block in blocks for loss in block.losses if loss is not None)
-        record = replace(record, losses=losses, step_times_s=times, error=_PENDING)
+        record = replace(record, losses=losses, step_times_s=times)
+    if "record" not in last:
+        record = replace(record, error=_PENDING)
     if not record.samples:
         samples = tuple(count for line in lines if line["line"] == "steps" for count in line["samples"])
         record = replace(record, samples=samples)

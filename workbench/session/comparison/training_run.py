@@ -148,20 +148,24 @@ class TrainingRun:
             try:
                 with ended_on_interrupt(self.call):
                     reports = self._followed(timeout)
+                self.poll()
+                record = self._compared(reports)
             except TimeoutError:
                 raise
             except BaseException as error:
                 self._finish(replace(self.planned, error=str(error).strip() or repr(error)))
                 raise
-            self.poll()
-            observer = RunObserver(lambda block: None, self._interrupted.is_set, self._interrupted.is_set)
-            record = self.comparison.record(self, reports, observer)
-            waited = [*self._bubbles, bubble(list(self._spans.values()))]
-            parts = zip(record.segments, waited, strict=False)
-            segments = tuple(replace(segment, bubble=share) for segment, share in parts)
-            record = replace(record, bubble=waited[-1], segments=segments, values=self._values)
             self._record = self._finish(record)
         return self._record
+
+    def _compared(self, reports: Sequence[RankResult]) -> RunRecord:
+        """The record of the ranks' reports, with what the notebook has measured."""
+        observer = RunObserver(lambda block: None, self._interrupted.is_set, self._interrupted.is_set)
+        record = self.comparison.record(self, reports, observer)
+        waited = [*self._bubbles, bubble(list(self._spans.values()))]
+        parts = zip(record.segments, waited, strict=False)
+        segments = tuple(replace(segment, bubble=share) for segment, share in parts)
+        return replace(record, bubble=waited[-1], segments=segments, values=self._values)
 
     def _followed(self, timeout: float | None) -> list[RankResult]:
         """The ranks' reports; meanwhile the run's file and log get its steps."""
