@@ -4,15 +4,18 @@ import os
 import signal
 from threading import Timer
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tests.session.played_engines import PlayedEngines
 from tests.timeouts import WAIT_TIMEOUT_S
+from workbench.core.metrics import RunEvent
 from workbench.session.adapter import Request
+from workbench.session.cluster import Session
 from workbench.session.engine_pool import EnginePool
 from workbench.session.processes.folder import SessionFolder
-from workbench.session.protocol import Failure, RankStatus, SavedCheckpoint
+from workbench.session.protocol import CellTag, Failure, RankStatus, SavedCheckpoint
 from workbench.session.run import NullListener, Run
 from workbench.session.text_reports import describe
 
@@ -65,6 +68,18 @@ def test_a_checkpoint_of_engines_without_the_sessions_folder_is_in_it(tmp_path):
     request.put("reply", 0, None)
     request.put("idle", 0, None)
     assert pool.follow(request, NullListener()).ok and pool._folder.checkpoints() == saved
+
+
+def test_a_cell_that_an_interrupt_ends_after_the_last_reply_has_ended_for_subscribers_too(tmp_path):
+    """The live view of its loop lacked its last steps, and the log stayed open."""
+    session, heard = Session.__new__(Session), []
+    pool: Any = Mock(num_engines=1, tag=Mock(return_value=CellTag(1, True)), follow=Mock(side_effect=KeyboardInterrupt))
+    session._use(pool, SessionFolder(tmp_path), keep=False)
+    session.subscribe(lambda rank, event: heard.append((rank, event)))
+    with pytest.raises(KeyboardInterrupt):
+        session.run("1")
+    session._forget()
+    assert heard == [(-1, RunEvent("ended", 0, "the notebook broke the cell off"))]
 
 
 @pytest.mark.parametrize("where", ["_finished", "_step", "_time_to_wait", "_decide", "stop"])

@@ -187,12 +187,14 @@ class Session:
         listener = OutputListener(targets, self.num_engines, show, merge, log, hear, show_unfinished, show_bars)
         started_s = time.monotonic()
         send, name = lambda _live: self._pool.execute(targets, code, tag), label or "a cell"
+        reason = "the notebook broke the cell off"
         try:
             outcome = self._perform(send, targets, listener, timeout, name)
             listener.finish()
+            reason = outcome.reason
         finally:
             log.close()
-        self._notify_subscribers(-1, RunEvent("ended", 0, outcome.reason))
+            self._notify_subscribers(-1, RunEvent("ended", 0, reason))
         raise_unless_ok(outcome, "cell", timeout)
         self._setup.record(cell, code, targets if len(targets) < self.num_engines else None, setup)
         ordered = [outcome.values.get(rank) for rank in targets]
@@ -225,8 +227,7 @@ class Session:
 
     def push(self, ranks: Iterable[int] | None = None, /, **variables: Any) -> None:
         """Set variables on the engines: ``session.push(x=1, model=model)``."""
-        targets = self._check(ranks)
-        self._call(targets, engine.push, (user_modules.pack_variables(variables),), "push")
+        self._call(self._check(ranks), engine.push, (user_modules.pack_variables(variables),), "push")
 
     def pull(self, name: str, ranks: Iterable[int] | None = None) -> Any:
         """A variable of the engines: a list by rank, or one logical tensor for a global tensor.
@@ -234,8 +235,7 @@ class Session:
         Raises:
             CellError: a rank has no such variable, or it cannot be pickled.
         """
-        targets = self._check(ranks)
-        replies = self._call(targets, engine.pull, (name,), "pull")
+        replies = self._call(self._check(ranks), engine.pull, (name,), "pull")
         pulled = [protocol.load(reply) for reply in replies]
         if pulled and all(isinstance(item, protocol.LogicalTensor) for item in pulled):
             return pulled[0].tensor
