@@ -50,16 +50,14 @@ def matrix_of(values: Any, dims: tuple[int | None, int | None]) -> Any:
 
 def written(matrix: Any, rows: Sequence[int | None], columns: Sequence[int | None]) -> list[list[str]]:
     """The shown numbers as text, all in the format in which torch prints them."""
-    import torch
-
     at_rows, at_columns = ([index for index in lines if index is not None] for lines in (rows, columns))
     block = matrix[at_rows][:, at_columns].tolist()
-    form = _formatter([number for line in block for number in line], matrix.dtype, torch)
+    form = _formatter([number for line in block for number in line], matrix.dtype)
     found = {(row, column): form(block[i][j]) for i, row in enumerate(at_rows) for j, column in enumerate(at_columns)}
     return [["..." if row is None or column is None else found[row, column] for column in columns] for row in rows]
 
 
-def _formatter(numbers: list[Any], dtype: Any, torch: Any) -> Any:
+def _formatter(numbers: list[Any], dtype: Any) -> Any:
     if not dtype.is_floating_point:
         return str if not dtype.is_complex else lambda number: f"{number:.{_DECIMALS}g}"
     sizes = [abs(number) for number in numbers if number == number and number not in (0.0, float("inf"), -float("inf"))]

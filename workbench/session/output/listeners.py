@@ -92,8 +92,6 @@ class OutputListener:
         self._draw_bars(now, final=True)
         if self._show_unfinished is not None and self._unfinished.take([], math.inf) is not None:
             self._show_unfinished("")
-        if self._log is not None:
-            self._log.close()
 
     @property
     def text(self) -> str:
