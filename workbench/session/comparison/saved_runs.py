@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from typing import Any
 from workbench.core.json_record import finite, restore
 from workbench.core.metrics import RunEvent, RunRecord, StepBlock, StepSpans
 from workbench.errors import SessionError
+from workbench.writers.kinds import slug
 
 FOLDER_VARIABLE = "WORKBENCH_RUNS"
 _FORMAT = 1
@@ -111,7 +111,7 @@ class SavedRuns:
     def _begin(self, record: RunRecord) -> RunFile:
         self.folder.mkdir(parents=True, exist_ok=True)
         started = datetime.now().astimezone()
-        stem = f"{started:%Y%m%d-%H%M%S}-{_slug(record.name)}"
+        stem = f"{started:%Y%m%d-%H%M%S}-{slug(record.name).lower()}"
         for number in range(1, 1000):
             run_id = stem if number == 1 else f"{stem}-{number}"
             try:
@@ -259,10 +259,6 @@ def _record_of(lines: Sequence[dict[str, Any]]) -> RunRecord:
 
 def _raise(error: OSError) -> None:
     raise error
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "run"
 
 
 def _rounded(value: Any) -> Any:
