@@ -70,9 +70,13 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
         cli.main(["doctor"])
 
 
-def test_interrupt_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.doctor, "run", raising(KeyboardInterrupt()))
+@pytest.mark.parametrize("text", ["", "Runs that have ended are kept: wb.draw.SavedRuns()"])
+def test_interrupt_has_its_own_exit_code(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli.doctor, "run", raising(KeyboardInterrupt(text)))
     assert cli.main(["doctor"]) == cli.INTERRUPTED
+    assert capsys.readouterr().err.strip() == text
 
 
 @pytest.mark.parametrize("arguments", ["--help", "simulate --machines"])

@@ -87,7 +87,9 @@ def _run(arguments: Sequence[str] | None) -> int:
         prefix = f"workbench {args.command}: "
         print(f"{prefix}{str(error).removeprefix(prefix)}", file=sys.stderr)
         return USER_ERROR
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        if text := str(interrupt):  # what is kept, for example
+            print(text, file=sys.stderr)
         return INTERRUPTED
 
 
