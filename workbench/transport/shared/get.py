@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from workbench.kernels.blocks import slice_region
 from workbench.transport.messaging.endpoint import Endpoint
 from workbench.transport.messaging.link import Block, InPlaceBuffer, Message
 from workbench.transport.messaging.shared_memory import contiguous_strides
@@ -65,7 +66,7 @@ def _publish(
     blocks: dict[object, Block | None] = {}
     for rank, region, part_bytes in plan.sends:
         if region not in blocks:
-            blocks[region] = segment.publish(_slice(local, region), header)
+            blocks[region] = segment.publish(slice_region(local.detach(), region), header)
         links[rank].send(tag, blocks[region], part_bytes, header)
     for part in blocks.values():
         if part is not None:
@@ -111,7 +112,7 @@ def _copy(
         if copy is not None:
             copy_strided(copy, local.data_ptr() + read.slice.start, at + target.start)
         else:
-            _view(out, target).copy_(_slice(local, read.region))
+            _view(out, target).copy_(slice_region(local.detach(), read.region))
         return
     message = endpoint.receive(read.source, tag, header, read.shard_bytes, read.slice.num_bytes)
     is_whole, link = message.num_bytes == read.shard_bytes, endpoint.links[read.source]
@@ -148,7 +149,7 @@ def _receive(
     slices: list[torch.Tensor] = []
     for read in reads:
         if read.source == endpoint.rank:
-            slices.append(_slice(local, read.region))
+            slices.append(slice_region(local.detach(), read.region))
             continue
         message = endpoint.receive(read.source, tag, header, read.shard_bytes, read.slice.num_bytes)
         messages.append((read.source, message))
@@ -164,11 +165,3 @@ def _acknowledge(endpoint: Endpoint, messages: Sequence[tuple[int, Message]]) ->
 
 def _view(out: torch.Tensor, part: StridedSlice) -> torch.Tensor:
     return out.as_strided(part.shape, part.strides, part.start // out.element_size())
-
-
-def _slice(tensor: torch.Tensor, region: Sequence[tuple[int, int]]) -> torch.Tensor:
-    tensor = tensor.detach()
-    for dim, (start, stop) in enumerate(region):
-        if stop - start != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, start, stop - start)
-    return tensor
