@@ -81,13 +81,14 @@ def _read(node: ast.AST | None, found: dict[str, None], made: set[str]) -> None:
     match node:
         case ast.Name(id=name, ctx=ast.Load()) | ast.AugAssign(target=ast.Name(id=name)) if name not in made:
             found[name] = None
-    for part in _sure_parts(node):
+    parts = _sure_parts(node)
+    for part in ast.iter_child_nodes(node) if parts is None else parts:
         _read(part, found, made)
-    made |= _names_made(node)
+    made |= _names_made([node] if parts is None else ast.walk(node))
 
 
-def _sure_parts(node: ast.AST) -> Iterable[ast.AST | None]:
-    """The parts of a node that are sure to run if it does, in their order."""
+def _sure_parts(node: ast.AST) -> Sequence[ast.AST | None] | None:
+    """The parts of a node that are sure to run if it does, in their order; None if these are all, in its own order."""
     match node:
         case ast.Assign():
             return [node.value, *node.targets]
@@ -111,13 +112,13 @@ def _sure_parts(node: ast.AST) -> Iterable[ast.AST | None]:
             return node.decorator_list
         case ast.Try() | ast.TryStar() | ast.Match() | ast.Lambda():
             return []
-    return ast.iter_child_nodes(node)
+    return None
 
 
-def _names_made(node: ast.AST) -> set[str]:
-    """Names that a piece of code may set, those of functions in it too. Raises _MakesAnyName if these are not known."""
+def _names_made(nodes: Iterable[ast.AST]) -> set[str]:
+    """Names that pieces of code may set. Raises _MakesAnyName if these are not known."""
     made = set()
-    for each in ast.walk(node):
+    for each in nodes:
         _check_names_are_known(each)
         match each:
             case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
