@@ -74,6 +74,16 @@ def test_data_parallel_ranks_hold_the_whole_weight():
         assert [(part["x"], part["y"], part["w"], part["h"]) for part in held["parts"]] == [(0, 0, 1, 1)]
 
 
+def test_a_parameter_that_layers_share_counts_once():
+    costs = gpt(2)
+    tied = [replace(layer, tied_to="tok_emb") if layer.name == "lm_head" else layer for layer in costs.layers]
+    facts = Facts(32, traced(tied, costs.rows, (64,)))
+    view = grid_view(PanelState(tied, 2, "data"), facts)
+    assert (row(view, "tok_emb")["params"], row(view, "lm_head")["params"]) == ("1.05 M", "4.10 k"), "the bias"
+    shared = [replace(layer, elsewhere=("bias",)) if layer.name == "lm_head" else layer for layer in tied]
+    assert row(grid_view(PanelState(shared, 2, "data"), facts), "lm_head")["params"] == "(shared)"
+
+
 def test_column_is_a_band_of_rows_and_row_a_band_of_columns():
     view = view_of("hybrid")
     column, by_row = row(view, "fc3"), row(view, "head")

@@ -15,6 +15,7 @@ TABS = {"strategy": "Strategy", "live": "Live", "compare": "Compare"}
 
 
 TERMS = {
+    "params": "Number of parameters. Shared ones count at the first of their layers; one with no others says (shared).",
     "data": "Every rank holds the whole weight and works on its own part of the batch. Gradients are summed.",
     "model": "Each rank holds a part of the weight and computes a part of the result, for the same samples.",
     "expert": "Each rank holds some of the experts whole. Tokens go to the experts that they chose, and come back.",

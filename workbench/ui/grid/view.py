@@ -10,7 +10,7 @@ from typing import Any
 
 from workbench.core.expert_rows import fitting_ranks
 from workbench.core.layer_extents import LayerExtents
-from workbench.core.rows import Layer
+from workbench.core.rows import Layer, count_parameters
 from workbench.core.sharding_plan import ShardingPlan
 from workbench.core.strategy import Mistake
 from workbench.cost.estimate import SentBytes
@@ -167,7 +167,7 @@ class _Drawing:
             "open": row.unfolded,
             "kind": "" if node.children else state.layers[node.layers[0]].kind,
             "weight": self._weight_text(node),
-            "params": format_count(sum(state.layers[i].num_parameters for i in node.layers)),
+            "params": _parameters_text([state.layers[i] for i in node.layers]),
             "parallel": parallel,
             "experts": self._ranks_of_experts(node),
             "choice_text": _common(map(str, choices)) or "mixed",
@@ -258,6 +258,12 @@ def main_parameter(layer: Layer) -> str:
 def main_weight(layer: Layer) -> tuple[int, ...]:
     """Shape of ``main_parameter``."""
     return layer.shapes.get(main_parameter(layer), ())
+
+
+def _parameters_text(layers: Sequence[Layer]) -> str:
+    """How many parameters layers have. One that an earlier layer has too counts there: ``"(shared)"`` if all do."""
+    count = count_parameters(layers)
+    return format_count(count) if count or not any(layer.shapes for layer in layers) else "(shared)"
 
 
 def _common(values: Any) -> Any:
