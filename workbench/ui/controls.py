@@ -25,6 +25,8 @@ from workbench.ui.tabs import TERMS
 
 PLANNING = "planning\u2026"
 _TIMES = "\u00d7"
+_LARGEST = 2**53 - 1
+"""Of the whole numbers that a page knows."""
 _PRESET_TIPS = {
     "data": "every rank has the whole model and a part of the batch",
     "model": "linear layers, embeddings, convolutions, attention and experts are split over the ranks",
@@ -118,16 +120,16 @@ class Controls:
         self.problems = html()
         self.ended = html()
         self.run = button("Run", run, "wb-primary", "wb-run", icon="play")
-        self.degrees = {name: self._number(1, 4096) for name in ("pipeline", "data", "model")}
+        self.degrees = {name: _number(1) for name in ("pipeline", "data", "model")}
         self.sum = html()
-        self.micro_batches = self._number(1, 4096)
+        self.micro_batches = _number(1)
         self.schedule = widgets.Dropdown(options=SCHEDULES, layout={"width": "124px"})
         self.zero = widgets.Dropdown(options=(0, 1, 2, 3), layout={"width": "46px"})
-        self.shards, self.context = self._number(0, 4096), self._number(1, 4096)
+        self.shards, self.context = _number(0), _number(1)
         self.recompute = widgets.Dropdown(options=_RECOMPUTE, layout={"width": "88px"})
         self.offload = widgets.Dropdown(options=_OFFLOAD, layout={"width": "88px"})
         self.sequence = widgets.Checkbox(description="sequence", indent=False, tooltip=TERMS["sequence"])
-        self.overlap = self._number(1, 4096)
+        self.overlap = _number(1)
         self.precision = widgets.Dropdown(options=PRECISIONS, layout={"width": "62px"})
         self.options: dict[str, widgets.Widget] = {
             "num_micro_batches": self.micro_batches,
@@ -150,10 +152,6 @@ class Controls:
 
     def _icon(self, icon: str, tooltip: str, action: Callable[[PanelState], None]) -> widgets.Button:
         return button("", lambda: self._edit(action), "wb-icon", icon=icon, tooltip=tooltip)
-
-    @staticmethod
-    def _number(smallest: int, largest: int) -> widgets.BoundedIntText:
-        return widgets.BoundedIntText(value=smallest, min=smallest, max=largest, layout={"width": "46px"})
 
     def _observe(self) -> None:
         self.text.add_class("wb-text")
@@ -271,6 +269,13 @@ class Controls:
         if self.apply is not None:
             self.apply.disabled = bool(reason)
             self.apply.tooltip = reason or "go on with this strategy and the same weights"
+
+
+def _number(smallest: int) -> widgets.BoundedIntText:
+    """A field for whole numbers, with room for all digits. The text of a strategy has no limit either."""
+    made = widgets.BoundedIntText(value=smallest, min=smallest, max=_LARGEST)
+    widgets.dlink((made, "value"), (made.layout, "width"), lambda number: f"{max(46, 14 + 8 * len(str(number)))}px")
+    return made
 
 
 def _hints(state: PanelState) -> str:
