@@ -87,7 +87,15 @@ def test_weights_are_compared_after_as_many_steps_of_a_run_as_of_one_device():
         runs = [comparison.start("*: data", num_steps=steps).result() for steps in (1, STEPS, 1, 1, 2, STEPS)]
     assert [run.verdict.text for run in runs] == ["every loss and every weight lies within the tolerance"] * 6
     assert None not in [run.weight_difference for run in runs]
-    assert session.submitted.count("train_one_device") == 5
+    assert session.submitted.count("train_one_device") == 2, "for runs of one step, and for longer ones"
+
+
+def test_a_run_keeps_its_one_device_while_a_run_of_one_step_begins():
+    """Its losses were compared in one step only."""
+    subject = Subject.of(plain_layer, features(), F.cross_entropy, optimizer_fn=sgd, batch_size=8, steps=STEPS)
+    with Comparison(SimulatedSession(), subject) as comparison:  # type: ignore[arg-type]
+        begun = [comparison.start("*: data", num_steps=steps) for steps in (STEPS, 1)]
+        assert [len(run.result().verdict.differences) for run in begun] == [STEPS, 1]
 
 
 def test_a_run_of_one_step_after_longer_ones_with_another_learning_rate_is_a_cross():

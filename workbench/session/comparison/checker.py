@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from workbench.core.metrics import Segment, StepBlock, difference
 from workbench.core.not_finite import LossPair
+from workbench.core.options import Options
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import TOLERANCES, UNKNOWN, WEIGHT_STEPS, Case, Distance, Verdict
 from workbench.errors import SessionError
@@ -45,6 +46,7 @@ class CheckedRun:
         num_steps: the number of first steps to compare.
         compiles: whether its step is compiled.
         observer: of the one-device runs that the comparison needs.
+        weight_steps: see ``OneDevice``.
     """
 
     strategy: Strategy
@@ -53,11 +55,12 @@ class CheckedRun:
     seed: int = 0
     compiles: bool = False
     observer: RunObserver | None = None
+    weight_steps: int = WEIGHT_STEPS
 
     @property
     def which(self) -> OneDevice:
         """The one-device run that it is compared with."""
-        return one_device_of(self.strategy, self.seed)
+        return one_device_of(self.strategy, self.seed, self.weight_steps)
 
     @property
     def changes(self) -> Sequence[tuple[int, str]]:
@@ -80,14 +83,13 @@ class Checker:
         self._exact: dict[tuple[str, bool], tuple[int, Distance]] = {}
 
     def one_device(self, which: OneDevice, num_steps: int, observer: RunObserver | None = None) -> RankResult:
-        """A one-device run of at least so many steps, whose weights are compared after as many as those of a run of so
-        many. The first call trains it; so does one for a single step after longer runs, and the next longer one.
+        """A one-device run of at least so many steps. The first call trains it.
 
         Raises:
             RunStopped: ``observer`` stopped it; the next call trains it again.
         """
         known = self._reports.get(which)
-        if known is not None and len(known.losses) >= num_steps >= _weight_steps(known):
+        if known is not None and len(known.losses) >= num_steps:
             return known
         call = self._session.submit(training_on_engine.train_one_device, self._key, which, num_steps, ranks=[0])
         report: RankResult = _finished(call, observer)[0]
@@ -114,7 +116,9 @@ class Checker:
         without them and the observer has not stopped. Results in fp32 or float64 serve all precisions of a strategy.
         """
         which, reports = run.which, run.reports
-        others = (step for step, text in run.changes if one_device_of(Strategy(text), run.seed) != which)
+        others = (
+            step for step, text in run.changes if one_device_of(Strategy(text), run.seed, run.weight_steps) != which
+        )
         steps = min(run.num_steps, next(others, run.num_steps))
         if steps < min(WEIGHT_STEPS, len(reports[0].losses)):  # the weights are those of a later step
             reports = [replace(report, tensors=()) for report in reports]
@@ -199,7 +203,6 @@ class Checker:
         for other, report in self._reports.items():
             plain = self.known(replace(other, variant="plain"))
             is_like = replace(other, num_micro_batches=which.num_micro_batches) == replace(which, variant="perturbed")
-            is_like &= _weight_steps(report) == _weight_steps(reference)
             if is_like and plain is not None and len(report.losses) >= num_steps:
                 return _distance([report], plain, num_steps)
         report = self.one_device(replace(which, variant="perturbed"), num_steps, observer)
@@ -210,7 +213,8 @@ class Checker:
         changed = run.changes[0][0] if run.changes else num_steps
         if changed < num_steps:
             return replace(case, no_float64=f"float64 was not tried: the strategy changed after step {changed}")
-        which = replace(run.which, precision="fp32", variant="float64")
+        weight_steps = min(run.weight_steps, num_steps)
+        which = replace(run.which, precision="fp32", variant="float64", weight_steps=weight_steps)
         wide = str(run.strategy.with_options(precision="fp32"))
         known_steps, exact = self._exact.get((wide, run.compiles), (0, Distance()))
         if known_steps >= num_steps:
@@ -228,18 +232,15 @@ class Checker:
         return replace(case, exact=exact)
 
 
-def one_device_of(strategy: Strategy, seed: int) -> OneDevice:
-    """The one-device run that a strategy's run is compared with."""
-    return OneDevice(strategy.options.num_micro_batches, strategy.options.precision, seed=seed)
+def one_device_of(strategy: Strategy | None, seed: int, num_steps: int) -> OneDevice:
+    """The one-device run with which so many first steps of a strategy's run are compared; None: with whole batches."""
+    options = strategy.options if strategy is not None else Options()
+    weight_steps = min(WEIGHT_STEPS, num_steps)
+    return OneDevice(options.num_micro_batches, options.precision, seed=seed, weight_steps=weight_steps)
 
 
 def _cause(error: SessionError) -> str:
     return str(error).strip().splitlines()[-1]
-
-
-def _weight_steps(report: RankResult) -> int:
-    """The steps of a one-device run after which weights are compared with its own."""
-    return min(WEIGHT_STEPS, len(report.losses))
 
 
 def _distance(reports: Sequence[RankResult], reference: RankResult, num_steps: int) -> Distance:

@@ -165,8 +165,8 @@ class Comparison:
             RunStopped: ``observer`` stopped it; the next call trains it again.
         """
         self.prepare()
-        which = one_device_of(strategy, self.seed) if strategy is not None else OneDevice(seed=self.seed)
         steps = min(self.check_steps, num_steps or self.job.num_steps)
+        which = one_device_of(strategy, self.seed, steps)
         return self._checker.one_device(which, steps, observer) if steps else None
 
     def baseline(self, observer: RunObserver | None = None, num_steps: int | None = None) -> RunRecord | None:
@@ -180,7 +180,8 @@ class Comparison:
             return None
         if self._baseline is None or len(self._baseline.losses) < len(reference.losses):
             name = with_seed("one device", self.seed, self.job.seed)
-            record = self._measured(self._checker, name, NO_STRATEGY, [reference], 1, self.seed)
+            which = one_device_of(None, self.seed, len(reference.losses))
+            record = self._measured(self._checker, name, NO_STRATEGY, [reference], 1, which)
             self._baseline = self._keep.begin(record).finish(record) if self._keep is not None else record
             log = self.log(record)
             log.add_record(record)
@@ -213,7 +214,7 @@ class Comparison:
             training_on_engine.train_strategy,
             self.key,
             str(strategy),
-            one_device_of(strategy, self.seed),
+            one_device_of(strategy, self.seed, min(self.check_steps, steps)),
             steps,
             self.compiles,
             label=description,
@@ -266,9 +267,10 @@ class Comparison:
         planned = run.planned
         seed, compiles = planned.settings["seed"], planned.settings.get("compiled", False)
         checker = self._checkers[run]
-        found = self._measured(checker, planned.name, planned.strategy, reports, planned.num_ranks, seed)
         num_steps = min(planned.settings["check_steps"], planned.settings["steps"])
-        checked = CheckedRun(run.strategy, reports, num_steps, seed, compiles, observer)
+        whole = one_device_of(None, seed, num_steps)
+        found = self._measured(checker, planned.name, planned.strategy, reports, planned.num_ranks, whole)
+        checked = CheckedRun(run.strategy, reports, num_steps, seed, compiles, observer, whole.weight_steps)
         verdict = checker.verdict(checked)
         segments = segments_of(planned, found, reports, run.announced)
         if verdict.equal is False and segments:  # the strategies before the mistake are equal
@@ -288,7 +290,7 @@ class Comparison:
         )
 
     def _measured(
-        self, checker: Checker, name: str, text: str, reports: Sequence[RankResult], num_ranks: int, seed: int
+        self, checker: Checker, name: str, text: str, reports: Sequence[RankResult], num_ranks: int, which: OneDevice
     ) -> RunRecord:
-        reference = checker.known(OneDevice(seed=seed))
+        reference = checker.known(which)
         return measured_record(name, text, reports, num_ranks, self.job.batch_size, reference, self.settings())

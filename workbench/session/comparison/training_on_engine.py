@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from workbench.core.verdict import WEIGHT_STEPS
 from workbench.session.on_engine import shell as engine_shell
 from workbench.tensors.program_state import ProgramState, generators_of
 from workbench.tensors.world import current
@@ -29,12 +30,14 @@ class OneDevice:
     Attributes:
         seed: of the weights and the order of the samples.
         variant: ``"plain"``; ``"perturbed"``, with its first weights changed by a rounding unit; or ``"float64"``.
+        weight_steps: steps after which weights are compared: 1 for runs of one step.
     """
 
     num_micro_batches: int = 1
     precision: str = "fp32"
     variant: Literal["plain", "perturbed", "float64"] = "plain"
     seed: int = 0
+    weight_steps: int = WEIGHT_STEPS
 
 
 _MOST_JOBS = 4
