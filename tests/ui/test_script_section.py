@@ -70,6 +70,10 @@ def test_the_panel_s_script_is_of_its_strategy_and_its_job(trainer: FakeTrainer)
     section = panel._editor.script
     section.toggle()
     assert written(section) == text
+    panel._editor.machine.ranks.value = 4
+    assert panel.state.text == "*: data" and not section.is_open, "it was for 2 ranks"
+    panel._editor.machine.ranks.value = 2
+    section.toggle()
     panel.load("*: data | 1x2x1 zero=3")
     assert not section.is_open, "it was of another strategy"
     assert "zero=3" in panel.script() and "fully_shard" in panel.script("torch")

@@ -203,10 +203,10 @@ class StrategyEditor:
         with self._lock:
             try:
                 with self.state.unless_it_fails():
-                    before = self.state.text
+                    before = self.state.text, self.state.num_ranks
                     action(self.state)
                     self.refresh()
-                    if self.state.text != before:
+                    if (self.state.text, self.state.num_ranks) != before:
                         self.script.close()  # it is of another strategy
             except Exception:
                 self._show_controls()
