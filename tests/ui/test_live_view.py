@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -53,6 +54,8 @@ def test_the_last_steps_of_all_ranks_are_shown_when_the_cell_ends():
     view = LiveView(session)
     (hear,) = session.listeners
     last = [LastSteps(rank, 2, 2, (64,), (LossTerm(0.5, 2),), (0.25,), (0.0,), (0,)) for rank in (0, 1)]
+    hear(1, replace(last[1], first_step=0))  # of a cell that failed before rank 0 could report
+    hear(-1, RunEvent("ended", 0, "rank 0: ValueError: no"))
     hear(1, last[1])  # before what rank 0 has to tell
     hear(0, block(0, (2.0, 1.5), num_steps=0))
     hear(0, last[0])

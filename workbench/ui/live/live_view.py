@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import ipywidgets as widgets
 
@@ -72,11 +72,11 @@ class LiveView(widgets.VBox):
             self._begin()
         if isinstance(message, LastSteps):  # of any rank, perhaps before rank 0 reports the first steps
             self._last.append(message)
-        elif not self._is_going:
-            return
         elif isinstance(message, RunEvent) and message.kind == "ended":
-            self._end(message.text or None)
-        elif isinstance(message, (StepBlock, StepSpans)):
+            last, self._last = self._last, []
+            if self._is_going:
+                self._end(last, message.text or None)
+        elif self._is_going and isinstance(message, (StepBlock, StepSpans)):
             self._add(message)
 
     def _add(self, message: StepBlock | StepSpans) -> None:
@@ -91,12 +91,11 @@ class LiveView(widgets.VBox):
         self._hint.layout.display = "none"
         self.live.begin(f"own loop {self._number}", "", 0)
 
-    def _end(self, error: str | None) -> None:
+    def _end(self, last: Sequence[LastSteps], error: str | None) -> None:
         self._is_going = False
-        block = joined(self._last) if self._last else None
+        block = joined(last) if last else None
         if block is not None:
             self._add(block)
-        self._last = []
         self._log.close(error)
         if error is None:
             self.live.end("ended", f"last report: step {self._num_steps}")
