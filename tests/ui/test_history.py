@@ -50,6 +50,14 @@ def test_only_the_last_twenty_steps_count_and_none_before_a_change():
     assert history.split == [] and history.latest_rate is None
 
 
+def test_steps_of_which_a_rank_reports_no_spans_are_not_kept_for_ever():
+    history = History(1000, 2)
+    history.add([spans(0, step) for step in range(1000)])
+    assert len(history._spans) < 100 and not history.timeline
+    history.add([spans(1, 999)])
+    assert [rank.step for rank in history.timeline] == [999, 999]
+
+
 def test_a_timeline_is_shown_once_every_rank_has_reported_its_spans():
     history = History(10, 2)
     history.add([spans(0, 3)])

@@ -15,6 +15,8 @@ from workbench.ui.decimate import MAX_POINTS, thin
 STEPS_IN_SPLIT = 20
 TRACED_STEPS = 200
 """The number of steps whose spans are kept for a trace."""
+_OPEN_STEPS = 20
+"""The number of steps of which some ranks' spans are awaited."""
 Message = StepBlock | StepSpans | RunEvent
 
 
@@ -120,6 +122,8 @@ class History:
         if len(ranks) == self.num_ranks:
             self.timeline = tuple(ranks[rank] for rank in sorted(ranks))
             self._spans = {step: found for step, found in self._spans.items() if step > spans.step}
+        elif len(self._spans) > _OPEN_STEPS:  # a rank without actions reports none
+            del self._spans[min(self._spans)]
 
     @property
     def boxed_bytes(self) -> int:
