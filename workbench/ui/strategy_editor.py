@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -95,7 +96,8 @@ class StrategyEditor:
         self.grid = LayerGrid(self._on_event)
         self.tensor = html("", "wb-tensor-host")
         self.predictions = html("", "wb-predictions-host")
-        self.machine = MachineBar(predictor, num_ranks, self._show_change, self._set_num_ranks)
+        on_ranks = lambda number: self.edit(partial(PanelState.set_num_ranks, num_ranks=number))  # noqa: E731
+        self.machine = MachineBar(predictor, num_ranks, self._show_change, on_ranks)
         self.measure = button("Measure this machine", self.calibrate, "wb-measure")
         self.machine.which.children = [*self.machine.which.children, self.measure]
         self._in_thread = guarded(self._measure)
@@ -166,9 +168,6 @@ class StrategyEditor:
                 self.edit(lambda state: state.set_planned(plan.strategy))
             else:
                 self._show_change()
-
-    def _set_num_ranks(self, num_ranks: int) -> None:
-        self.edit(lambda state: state.set_num_ranks(num_ranks))
 
     def calibrate(self) -> None:
         """Measure the machine in a thread, and predict for it afterwards."""
@@ -281,7 +280,7 @@ class StrategyEditor:
         return self._no_run or self._other_ranks
 
     def _show_plan(self) -> None:
-        self.planner.show(self.state.strategy, self.state.num_ranks, self._selected_layer())
+        self.planner.box.value = self.plan_html()
 
     def plan_html(self) -> str:
         """The present explanation of the plan; empty before there is one."""

@@ -71,7 +71,7 @@ def legend_html() -> str:
 class Tabs(anywidget.AnyWidget):
     """Chooses which part of the panel is shown. The page changes it at once, also while the kernel is busy.
 
-    Parts are widgets in the same panel with the class ``wb-tab`` and that of their tab, ``tab_class("live")``. A click
+    Parts are widgets in the same panel with the class ``wb-tab`` and that of their tab, such as ``wb-on-live``. A click
     on Run shows the live part, with the word "starting", until ``num_answers`` changes.
 
     Args:
@@ -114,14 +114,9 @@ class Tabs(anywidget.AnyWidget):
             self._on_visible(bool(self._seen_in))
 
 
-def tab_class(tab: str) -> str:
-    """The style-sheet class of a tab's parts."""
-    return f"wb-on-{tab}"
-
-
 def tab_contents(tab: str, children: Sequence[widgets.Widget]) -> widgets.VBox:
     """The contents of a tab."""
     made = widgets.VBox(children)
-    for name in ("wb-tab", tab_class(tab)):
+    for name in ("wb-tab", f"wb-on-{tab}"):
         made.add_class(name)
     return made

@@ -57,7 +57,8 @@ def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
     """The whole view: stages and their columns, one entry per visible row, totals."""
     boxings = boxings_of(state, facts)
     drawing = _Drawing(state, facts, columns.columns_of(boxings.plan), boxings)
-    met = _end(state, facts, drawing.boxings)
+    has_end = facts.loss and state.layers
+    met = boxing_column.end_of(boxings, state.resolved, facts.is_cross_entropy) if has_end else None
     rows, end = drawing.rows(), _end_row(state, facts, met)
     _make_room(rows, end)
     period = "micro-batch" if drawing.boxings.num_micro_batches > 1 else "step"
@@ -95,10 +96,6 @@ def _num_stages(state: PanelState) -> int:
     """Number of stages in the strategy's text."""
     written = max((choice.stage for choice in state.choices), default=0) + 1
     return max(state.degrees.pipeline, state.written_degrees.pipeline, written)
-
-
-def _end(state: PanelState, facts: Facts, way: StepBoxings) -> End | None:
-    return boxing_column.end_of(way, state.resolved, facts.is_cross_entropy) if facts.loss and state.layers else None
 
 
 def _end_row(state: PanelState, facts: Facts, met: End | None) -> dict[str, Any] | None:

@@ -83,7 +83,7 @@ class History:
                 self._add_spans(message)
             elif message.kind == "strategy":
                 self._recent.clear()
-                self._running.clear()
+                self._running = RunningMedian()
                 self.latest_rate = None
 
     def change(self, step: int, label: str) -> None:
@@ -241,11 +241,6 @@ class RunningMedian:
         while len(self._values) > _LEAST and self._length_s - self._values[0][1] >= WINDOW_S:
             self._length_s -= self._values.popleft()[1]
         return median(value for value, _ in self._values)
-
-    def clear(self) -> None:
-        """Drop all values."""
-        self._values.clear()
-        self._length_s = 0.0
 
 
 def running_medians(values: Sequence[float] | np.ndarray, times_s: Sequence[float] | np.ndarray) -> np.ndarray:

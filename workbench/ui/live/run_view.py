@@ -120,7 +120,7 @@ class RunView:
         live_figure.show_loss_scale(fresh, self.log_scale.value)
         return fresh.update_layout(uirevision=self._num_runs)
 
-    def begin(self, title: str, text: str, num_steps: int, hint: str = "waiting for the first step") -> None:
+    def begin(self, title: str, text: str, num_steps: int) -> None:
         """Clear everything for a run of ``num_steps`` (0 if unknown). ``title`` is its name."""
         self.history = History(num_steps, self._num_ranks, title)
         self.log_section.clear()
@@ -132,7 +132,7 @@ class RunView:
         self.title.value = title_html([title], text)
         self.status.clear(num_steps)
         self.failure.value = self.devices.value = self.values.value = ""
-        self.status.show_state("running", "running", hint)
+        self.status.show_state("running", "running", "waiting for the first step")
         self._begin_figure()
         self.log_section.show()
 

@@ -88,12 +88,8 @@ class PlannerSection:
         else:
             self._on_found(self.plan)
 
-    def show(self, strategy: Strategy, num_ranks: int, layer: str = "") -> None:
-        """Explain the plan beside a strategy and for a layer."""
-        self.box.value = self.html(strategy, num_ranks, layer)
-
     def html(self, strategy: Strategy, num_ranks: int, layer: str = "") -> str:
-        """The explanation of ``show``; empty without a plan."""
+        """The plan beside a strategy and for a layer; empty without a plan."""
         if self.problem:
             return problem_html(self.problem)
         hardware, software = self._predictor.hardware, self._predictor.software

@@ -119,9 +119,7 @@ class Predictor:
         if self.costs is None:
             return None
         if self._last_sent is None or self._last_sent[0] != resolved or self._last_sent[1] is not self.costs:
-            problem = self.problem
             found = self.estimate(resolved, self.hardware or load_hardware(_ANY_MACHINE), with_timeline=False)
-            self.problem = problem
             self._last_sent = resolved, self.costs, None if found is None else found.sent
         return self._last_sent[2]
 
