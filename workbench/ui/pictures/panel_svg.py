@@ -114,14 +114,8 @@ class Axis:
         return [round(step * number, 1 - exponent) for number in numbers]
 
 
-@dataclass(frozen=True, slots=True)
-class LogAxis:
+class LogAxis(Axis):
     """Numbers from ``10**low`` to ``10**high``, by their logarithm, along pixels from ``start`` to ``end``."""
-
-    low: int
-    high: int
-    start: float
-    end: float
 
     @classmethod
     def over(cls, values: Sequence[float], start: float, end: float) -> LogAxis:
@@ -131,11 +125,12 @@ class LogAxis:
 
     def at(self, value: float) -> float:
         """The pixel of a number."""
-        return self.start + (self.end - self.start) * (log10(value) - self.low) / (self.high - self.low)
+        return super().at(log10(value))
 
     def ticks(self) -> list[float]:
         """Powers of ten in between."""
-        return [10.0**power for power in range(self.low, self.high + 1, ceil((self.high - self.low) / _STEPS))]
+        powers = range(int(self.low), int(self.high) + 1, ceil((self.high - self.low) / _STEPS))
+        return [10.0**power for power in powers]
 
 
 def scale_of(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
@@ -159,7 +154,7 @@ def axis(left: float, width: float, y: float, largest: float, units: Sequence[tu
 
 def frame(
     across: Axis,
-    up: Axis | LogAxis,
+    up: Axis,
     names: tuple[str, str],
     write_across: Callable[[float], str],
     write_up: Callable[[float], str],

@@ -52,7 +52,7 @@ class _Kind:
     detail: str
     unit: str
     points: Callable[[RunRecord], Points]
-    axis: Callable[[np.ndarray], panel_svg.Axis | panel_svg.LogAxis]
+    axis: Callable[[np.ndarray], panel_svg.Axis]
     write_tick: Callable[[float], str]
     write: Callable[[float], str]
     limits: tuple[float, ...] = ()
@@ -184,7 +184,7 @@ def _whole(step: float) -> str:
     return short_number(step) if step == int(step) else ""
 
 
-def _limits(up: panel_svg.Axis | panel_svg.LogAxis, kind: _Kind) -> Iterator[str]:
+def _limits(up: panel_svg.Axis, kind: _Kind) -> Iterator[str]:
     for limit in kind.limits:
         y = up.at(limit)
         yield panel_svg.line(_LEFT, y, _RIGHT, y, "wb-limit")
