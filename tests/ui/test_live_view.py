@@ -80,6 +80,17 @@ def test_the_log_of_a_loop_says_how_its_cell_failed(failure, ending, tmp_path):
     assert last == {"run": "own loop 1", **ending} if ending else last["step"] == 1
 
 
+def test_steps_are_written_once_after_the_cell_of_the_view_has_run_again(tmp_path):
+    session, log = FakeSession(), f"jsonl:{tmp_path}/metrics.jsonl"
+    views = [LiveView(session, log=log) for _ in range(2)]
+    LiveView(FakeSession(), log=log)
+    for hear in session.listeners:
+        hear(0, block(0, (2.0,), num_steps=0))
+        hear(-1, RunEvent("ended", 0))
+    lines = list(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
+    assert [line["step"] for line in lines if "step" in line] == [1], views
+
+
 def test_a_view_that_cannot_draw_says_so_and_the_cell_goes_on(monkeypatch: pytest.MonkeyPatch):
     session = FakeSession()
     view = LiveView(session)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from weakref import WeakSet
 
 import ipywidgets as widgets
 
@@ -21,6 +22,9 @@ from workbench.ui.static_copy import StaticCopy
 from workbench.writers.choose import Log, writers
 from workbench.writers.run_log import RunLog
 
+_writing: WeakSet[LiveView] = WeakSet()
+"""The views that have a log."""
+
 
 class LiveView(widgets.VBox):
     """Shows the reports of ``wb.log``: throughput, loss, memory, time split, timeline, log. Display it in its own cell,
@@ -28,7 +32,8 @@ class LiveView(widgets.VBox):
 
     Args:
         session: the session whose cells report. Default: the current one.
-        log: where the loops' steps are written too, see ``wb.compare``; one run for each loop.
+        log: where the loops' steps are written too, see ``wb.compare``; one run for each loop. The newest view with a
+            log writes: the cell that makes it may run again.
 
     Raises:
         NotStartedError: no session is open.
@@ -38,11 +43,16 @@ class LiveView(widgets.VBox):
     """
 
     _end_subscription: Callable[[], None] | None = None
+    _log = RunLog((), "", {})
 
     def __init__(self, session: Session | None = None, log: Log | None = None) -> None:
         self._writers = writers(log)
-        self._log = RunLog((), "", {})
-        session = session or current()
+        self._session = session = session or current()
+        if self._writers:
+            for earlier in [view for view in _writing if view._session is session]:
+                earlier._writers = ()
+                earlier._log.close()
+            _writing.add(self)
         # While a cell runs, the kernel handles no messages of the page, so do not wait for any.
         self.failures = Failures()
         with self.failures.collecting():
@@ -120,7 +130,8 @@ class LiveView(widgets.VBox):
         return self.live.history.last_step if self.live.history is not None else 0
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and end the log."""
+        self._log.close()
         end, self._end_subscription = self._end_subscription, None
         if end is not None:
             end()
