@@ -11,6 +11,10 @@ class Stopwatch:
     Args:
         now: returns the present time in seconds.
 
+    Attributes:
+        is_paused: whether it counts nothing until ``resume``.
+        is_stopped: whether it counts nothing more.
+
     >>> times_s = [10.0]
     >>> watch = Stopwatch(lambda: times_s[-1])
     >>> times_s.append(12.0)
@@ -26,38 +30,24 @@ class Stopwatch:
 
     def start(self, ago_s: float = 0.0) -> None:
         """Count from ``ago_s`` seconds before now on."""
-        self._started_s, self._paused_s = self._now() - ago_s, 0.0
-        self._paused_at: float | None = None
-        self._stopped_at: float | None = None
+        self._counted_s, self._since_s = 0.0, self._now() - ago_s
+        self.is_paused = self.is_stopped = False
 
     def pause(self) -> None:
         """Count nothing until ``resume``."""
-        self._paused_at = self._now()
+        self._counted_s, self.is_paused = self.seconds, True
 
     def resume(self) -> None:
         """Count again."""
-        if self._paused_at is not None:
-            self._paused_s += self._now() - self._paused_at
-            self._paused_at = None
+        if self.is_paused:
+            self._since_s, self.is_paused = self._now(), False
 
     def stop(self) -> None:
         """Count nothing more. A pause that goes on is over."""
-        if self._stopped_at is None:
-            self._stopped_at = self._now() if self._paused_at is None else self._paused_at
-        self._paused_at = None
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether it counts nothing until ``resume``."""
-        return self._paused_at is not None
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether it counts nothing more."""
-        return self._stopped_at is not None
+        self._counted_s, self.is_paused, self.is_stopped = self.seconds, False, True
 
     @property
     def seconds(self) -> float:
         """The seconds so far."""
-        until = self._stopped_at if self._stopped_at is not None else self._paused_at
-        return (self._now() if until is None else until) - self._started_s - self._paused_s
+        is_counting = not (self.is_paused or self.is_stopped)
+        return self._counted_s + (self._now() - self._since_s if is_counting else 0.0)
