@@ -118,7 +118,7 @@ class Columns:
     rows: float
     inner: float
     columns: float
-    widths: tuple[float, float, float]
+    widths: tuple[float, ...]
 
     @classmethod
     def of(cls, one: Product, longest: float, shortest: float) -> Columns:
@@ -126,11 +126,8 @@ class Columns:
         (n, k), m = one.x.shape, one.w.shape[1]
         drawn = lengths({"n": n, "k": k, "m": m}, longest, shortest)
         sides = (drawn["k"], drawn["m"], drawn["m"])
-        widths = []
-        for held, side in zip((one.x, one.w, one.out), sides, strict=True):
-            captions = [text_width(held.words(rank), 11, code=True) for rank in held.ranks]
-            widths.append(max(side, text_width(title_of(held), 13), text_width(sbp_line(held), 11, True), *captions))
-        return cls(one, drawn["n"], drawn["k"], drawn["m"], (widths[0], widths[1], widths[2]))
+        widths = tuple(map(room_of, (one.x, one.w, one.out), sides))
+        return cls(one, drawn["n"], drawn["k"], drawn["m"], widths)
 
     @property
     def width(self) -> float:
@@ -243,6 +240,12 @@ def _cells(held: ShardedMatrix, region: Region, box: Box, colours: Palette) -> I
     path += "".join(f"M{box.x:.1f} {y:.1f}h{box.width:.1f}" for y in ys)
     if path:
         yield f'<path d="{path}" stroke="{colours.background}" stroke-width="0.8" opacity="0.7" fill="none"/>'
+
+
+def room_of(held: ShardedMatrix, drawn: float) -> float:
+    """Pixels across a matrix that is drawn so wide, with room for its title, its sbp and its captions."""
+    captions = [text_width(held.words(rank), 11, code=True) for rank in held.ranks]
+    return max(drawn, text_width(title_of(held), 13), text_width(sbp_line(held), 11, True), *captions)
 
 
 def title_of(held: ShardedMatrix) -> str:

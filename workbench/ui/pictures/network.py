@@ -14,7 +14,15 @@ from typing import Any
 from workbench.core.boxing import describe_sbp_change
 from workbench.core.layout import format_sbp
 from workbench.theme import Palette, palette
-from workbench.ui.pictures.matmul import check_ranks, draw_matrix, rank_label, role_colour, sbp_line, title_of
+from workbench.ui.pictures.matmul import (
+    check_ranks,
+    draw_matrix,
+    rank_label,
+    role_colour,
+    room_of,
+    sbp_line,
+    title_of,
+)
 from workbench.ui.pictures.matmul_layouts import Plan, Product, ShardedMatrix, backward_of, gradient_sum, joint, product
 from workbench.ui.pictures.svg import Box, Picture, arrow, curve, document, lengths, line, rect, text, text_width
 from workbench.units import format_bytes
@@ -178,15 +186,10 @@ class _Picture:
                         continue
                     yield _Column(left, left + _SIGN, sign="×" if index == 1 else "=", layer=i)
                     left += _SIGN
-                column = _Column(left, left + self._room(held, size[0]), held, size, index == 1, layer=i)
+                column = _Column(left, left + room_of(held, size[0]), held, size, index == 1, layer=i)
                 yield column
                 left = column.right
             inner = outer
-
-    @staticmethod
-    def _room(held: ShardedMatrix, drawn: float) -> float:
-        captions = [text_width(held.words(rank), 11, code=True) for rank in held.ranks]
-        return max(drawn, text_width(title_of(held), 13), text_width(sbp_line(held), 11, True), *captions)
 
     def draw(self, backward: bool) -> str:
         parts = [*self._headings()]

@@ -97,22 +97,16 @@ class Grid:
     @property
     def is_regular(self) -> bool:
         """Whether all stages have the first one's layout, on consecutive ranks."""
-        first = self.stages[0]
-        return all(
-            stage.shape == first.shape
-            and layout_of_stage(stage).sbp == layout_of_stage(first).sbp
-            and layout_of_stage(stage).placement.shape == layout_of_stage(first).placement.shape
-            and _follows(stage, first)
-            for stage in self.stages
-        )
+        layouts = map(layout_of_stage, self.stages)
+        kinds = {(stage.shape, it.sbp, it.placement.shape) for stage, it in zip(self.stages, layouts, strict=True)}
+        return len(kinds) == 1 and all(_follows(stage, self.stages[0]) for stage in self.stages)
 
     @property
     def size(self) -> str:
         """The size in words: ``"64 stages x 6 x 8 = 3072 ranks"``."""
-        shape = layout_of_stage(self.stages[0]).placement.shape
-        are_alike = all(layout_of_stage(stage).placement.shape == shape for stage in self.stages)
+        shape, *others = {layout_of_stage(stage).placement.shape for stage in self.stages}
         stages = f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}"
-        is_product = are_alike and self.num_ranks == len(self.stages) * prod(shape)
+        is_product = not others and self.num_ranks == len(self.stages) * prod(shape)
         grid = " x ".join(map(str, shape)) if is_product else "unlike grids"
         return f"{stages} x {grid} = {self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
 
@@ -134,16 +128,14 @@ class Grid:
         layout = layout_of_stage(stage)
         where, everywhere = ("", " in every stage") if self.is_regular else (" in stage 0", "")
         found = []
-        for name, size, entry in zip(self._names_of(layout), layout.placement.shape, layout.sbp, strict=True):
+        names = self.names[-layout.placement.num_axes :]
+        for name, size, entry in zip(names, layout.placement.shape, layout.sbp, strict=True):
             description = f"{_MODES[type(entry)]} on {size}" if size > 1 else "one rank"
             if isinstance(entry, Broadcast) and size > 1:
                 moved = plan_boxing(layout.dual(), layout, stage.shape, self.itemsize).wire_bytes
                 description += f", the gradient's all-reduce moves {format_bytes(moved)}{everywhere}"
             found.append((f"{name}{where}", description))
         return found
-
-    def _names_of(self, layout: Layout) -> Sequence[str]:
-        return self.names[-layout.placement.num_axes :]
 
 
 def layout_of_stage(stage: ShardedMatrix) -> Layout:
