@@ -87,3 +87,10 @@ def test_backwards_without_forwards_are_not_simulated():
     """A loop of a user's own, whose forward is no call of a parallelized module."""
     ranks = [replace(rank, spans=rank.spans[1:]) for rank in RANKS]
     assert simulated_from(ranks) is None and timeline_bars(ranks).measured["backward"].rows
+
+
+def test_actions_that_follow_what_no_rank_did_are_not_simulated():
+    """A loop with a second model on the first stage: nothing follows its forward."""
+    more = [replace(span, micro_batch=1) for span in RANKS[0].spans[:2]]
+    ranks = [replace(RANKS[0], spans=(*RANKS[0].spans[:2], *more)), RANKS[1]]
+    assert simulated_from(ranks) is None and timeline_bars(ranks).simulated_s is None

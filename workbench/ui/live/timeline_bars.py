@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from workbench.core.metrics import ACTION_NAMES, ActionSpan, StepSpans, bubble
+from workbench.errors import StrategyError
 from workbench.pipeline.schedules import Action
 from workbench.pipeline.simulate import Span, Timeline, measured_durations, simulate
 from workbench.ui.live.figure_layout import shown_ranks
@@ -103,8 +104,8 @@ def timeline_bars(ranks: Sequence[StepSpans], expected: Timeline | None = None) 
 def simulated_from(ranks: Sequence[StepSpans]) -> Timeline | None:
     """The simulated step. Each action takes the time of its stage's actions of that kind, and starts without delay.
 
-    None if the actions come from no schedule: the ranks of a stage have different actions, there are no actions, or a
-    backward has no forward.
+    None if the actions come from no schedule: the ranks of a stage have different actions, there are no actions, or one
+    follows what no rank did, such as a backward without a forward.
     """
     tables: dict[int, list[Action]] = {}
 
@@ -112,18 +113,18 @@ def simulated_from(ranks: Sequence[StepSpans]) -> Timeline | None:
         actions = [span for span in rank.spans if span.kind != "O"]
         if not actions:
             return None
-        first, begun = actions[0].stage, {(span.stage, span.micro_batch) for span in actions if span.kind == "F"}
-        if any((span.stage, span.micro_batch) not in begun for span in actions):
-            return None
         table = [Action(span.stage, span.kind, span.micro_batch) for span in actions]
-        if tables.setdefault(first, table) != table:
+        if tables.setdefault(actions[0].stage, table) != table:
             return None
 
     if set(tables) != set(range(len(tables))):
         return None
     num_stages = 1 + max(action.stage for table in tables.values() for action in table)
     duration = measured_durations([_as_timeline(ranks)])
-    return simulate([tables[stage] for stage in sorted(tables)], num_stages, duration)
+    try:
+        return simulate([tables[stage] for stage in sorted(tables)], num_stages, duration)
+    except StrategyError:
+        return None
 
 
 def _as_timeline(ranks: Sequence[StepSpans]) -> Timeline:
