@@ -25,6 +25,7 @@ from tests.training.block_models import (
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 from workbench.training.strategies.state import state_of
+from workbench.training.zero.sharded_units import ExecutionOrder
 
 
 def freeze_blocks(model):
@@ -108,10 +109,12 @@ def test_ranks_that_were_interrupted_at_different_points_go_on_alike():
         model = wb.parallelize(models.pop(), f"*: data | {options}")
         model(IDS)
         ends = [getattr(end, "__self__", None) for end in state_of(model).on_interrupt]
-        for chain in [end for end in ends if hasattr(end, "send_ahead")]:
-            assert len(chain._learnt[current()][1]) > 2
+        found = [end for end in ends if isinstance(end, ExecutionOrder)]
+        assert len(found) == ("zero=3" in options)
+        for execution_order in found:
+            assert len(execution_order._recorded[current()][1]) > 2
             if rank > 0:
-                chain._learnt.clear()
+                execution_order._recorded.clear()
         current().num_rebuilds += 1
         return train(model, steps=4)
 
@@ -145,6 +148,36 @@ def test_a_backward_that_raises_leaves_nothing_for_the_next_step():
     for losses, weights in run_ranks(lambda rank: program(rank, "1x2x1 zero=3"), 2):
         assert losses == pytest.approx(truth[0], rel=1e-9)
         assert_alike(weights, truth[1])
+
+
+def test_a_program_may_end_with_a_backward_that_raises():
+    def program(model):
+        raising_in_backward(list(model.modules())[-2])
+        with pytest.raises(ZeroDivisionError):
+            loss_of(model).backward()
+
+    on_two(program)
+
+
+def test_another_model_gets_nothing_of_a_backward_that_raised():
+    """Its units have the same tags, and other weights."""
+    models = [made(Chain).eval() for _ in range(5)]
+    for model in models[:2]:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+
+    def program(rank):
+        failing, other = (wb.parallelize(models[rank + at], "*: data | 1x2x1 zero=3") for at in (0, 2))
+        raising_in_backward(list(failing.modules())[-2])
+        with pytest.raises(ZeroDivisionError):
+            wb.forward_backward(failing, loss_of_words, IDS, IDS)
+        wb.forward_backward(other, loss_of_words, IDS, IDS)
+        return grads_of(other)
+
+    loss_of_words(models[4](IDS), IDS).backward()
+    for grads in run_ranks(program, 2):
+        assert_alike(grads, grads_of(models[4]))
 
 
 def loss_of_words(output, ids):

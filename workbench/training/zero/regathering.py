@@ -7,14 +7,18 @@ here alone, which has no activation and no graph: all ranks gather ahead, or non
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
+from workbench.errors import CollectiveAborted
 from workbench.tensors.boxing.bucketed import BoxingWork
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
+from workbench.tensors.world import World, at_shutdown
 from workbench.training.gradients.shard import Shard
 from workbench.training.zero.gather_scatter import start_gather
 
@@ -26,8 +30,6 @@ class Regathering:
     Attributes:
         tag: of the messages.
         parameters, shards: the gathered parameters that this rank holds a part of.
-        under_way: what calls of this model gather for backward and have not used yet; how often the world had been
-            rebuilt when each began.
         dtypes: the dtype in which backward gathers each parameter; None for one that it does not need.
         versions: of the parameters, when they were gathered.
         awaits_backward: whether the call has results for backward, which has not come to it yet.
@@ -36,7 +38,6 @@ class Regathering:
     tag: int
     parameters: list[GlobalTensor]
     shards: list[Shard]
-    under_way: dict[BoxingWork, int]
     dtypes: list[torch.dtype | None] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     awaits_backward: bool = False
@@ -58,8 +59,6 @@ class Regathering:
 
     def regather(self) -> dict[int, torch.Tensor]:
         """Gather the values for backward, by number."""
-        if self._pending is not None and self._pending not in self.under_way:
-            self._pending = None  # a later forward has ended this exchange
         if self._values is None:
             if not self._is_current():
                 raise RuntimeError(
@@ -68,10 +67,9 @@ class Regathering:
                     "are gathered again for backward. Call backward before they change."
                 )
             self._start()
-            work, self._pending = self._pending, None
+            work = self._take_pending()
             self._values = {}
             if work is not None:
-                self.under_way.pop(work)
                 with torch.no_grad(), local_torch():
                     self._values = dict(zip(self._numbers(), work.finish(), strict=True))
         return self._values
@@ -84,9 +82,14 @@ class Regathering:
 
     def cancel(self) -> None:
         """End a gathering that nothing has used."""
-        work, self._pending = self._pending, None
-        if work is not None and self.under_way.pop(work, None) is not None:  # else a later forward has ended it
+        if (work := self._take_pending()) is not None:
             work.finish()
+
+    def _take_pending(self) -> BoxingWork | None:
+        work, self._pending = self._pending, None
+        if work is not None:
+            _under_way.get(work.world, {}).pop(self, None)
+        return work
 
     def _numbers(self) -> list[int]:
         return [i for i, dtype in enumerate(self.dtypes) if dtype is not None]
@@ -103,7 +106,33 @@ class Regathering:
             parts = [plain(self.parameters[i]).to(self.dtypes[i]) for i in numbers]
             work = start_gather([self.shards[i] for i in numbers], parts, self.tag)
         self._pending = work
-        self.under_way[work] = work.world.num_rebuilds
+        _under_way.setdefault(work.world, {})[self] = work.world.num_rebuilds
+
+
+_under_way: WeakKeyDictionary[World, dict[Regathering, int]] = WeakKeyDictionary()
+"""By world, the calls of units whose parameters are on their way for a backward; how often the world had been rebuilt
+when each began."""
+
+
+def end_failed_backwards(world: World) -> None:
+    """Receive what backwards that have failed had gathered ahead. No backward may be running.
+
+    A later exchange may use the same tags, and would take the messages for its own.
+    """
+    for again, num_rebuilds in _under_way.pop(world, {}).items():
+        work = again._take_pending()
+        if work is not None and num_rebuilds == world.num_rebuilds:
+            work.finish()
+
+
+def _end_at_shutdown(world: World) -> None:
+    """Simulated ranks may end with no message left, also where the program has caught the error of its backward."""
+    if world.transport.scope == "process":
+        with contextlib.suppress(CollectiveAborted):
+            end_failed_backwards(world)
+
+
+at_shutdown(_end_at_shutdown)
 
 
 def versions_of(parameters: Iterable[GlobalTensor]) -> list[int]:

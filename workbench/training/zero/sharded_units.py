@@ -44,7 +44,7 @@ from workbench.training.strategies.blocks import repeated_blocks
 from workbench.training.strategies.state import ParallelState, layers_of, parameter_stages
 from workbench.training.zero.gather_scatter import gather, start_gather
 from workbench.training.zero.gathered_call import GatheredCall, ShardedParameter, autocast_dtype, casts_of, writes_to
-from workbench.training.zero.regathering import Regathering
+from workbench.training.zero.regathering import Regathering, end_failed_backwards
 
 
 class ExecutionOrder:
@@ -53,13 +53,11 @@ class ExecutionOrder:
     Attributes:
         active: the calls of units that have not ended, the innermost last.
         last: in the present call of the model, or backward, what backward gathers for the last call of a unit.
-        under_way: see ``Regathering``.
     """
 
     def __init__(self) -> None:
         self.active: list[GatheredCall] = []
         self.last: Regathering | None = None
-        self.under_way: dict[BoxingWork, int] = {}
         self._depth = 0
         self._order: list[ShardedUnit] = []
         self._now: list[ShardedUnit] = []
@@ -82,23 +80,12 @@ class ExecutionOrder:
     def _begin(self, module: nn.Module, args: Any) -> None:
         if self._depth == 0:
             self.reset()  # a recomputation in backward may have left something
-            self._finish_failed_backward()
+            # A forward inside a backward: that backward may need the gathered tensors
+            if torch._C._current_graph_task_id() == -1:
+                with hidden_from_modes():
+                    end_failed_backwards(current())
             self._order = self._agreed_order(current())
         self._depth += 1
-
-    def _finish_failed_backward(self) -> None:
-        """Receive what a failed backward had gathered ahead: this forward may use the same tags, and
-        would take the messages for its own.
-        """
-        # A forward inside a backward: that backward may need the gathered tensors
-        if torch._C._current_graph_task_id() != -1:
-            return
-        left = list(self.under_way.items())
-        self.under_way.clear()
-        for work, num_rebuilds in left:
-            if num_rebuilds == work.world.num_rebuilds:
-                with hidden_from_modes():
-                    work.finish()
 
     def _agreed_order(self, world: World) -> list[ShardedUnit]:
         """The order that all ranks know; empty if one knows none.
@@ -210,7 +197,7 @@ class ShardedUnit:
     def _gather(self, present: list[tuple[ShardedParameter, GlobalTensor, Shard]]) -> GatheredCall:
         execution_order, world = self.execution_order, present[0][1]._spec.world
         tag, tag_again = world.context.next_tag(), world.context.next_tag()
-        again = Regathering(tag_again, *self.parameters_to_gather(), execution_order.under_way)
+        again = Regathering(tag_again, *self.parameters_to_gather())
         call = GatheredCall(world, again)
         work = execution_order.take_prefetched(self, again.parameters, again.shards, tag)
         once = {id(p): (p, shard) for _, p, shard in present}
