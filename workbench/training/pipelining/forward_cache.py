@@ -35,12 +35,12 @@ from workbench.training.pipelining.made_tensors import MadeTensors
 
 VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum, np.number, np.bool_)
 """Arguments and attributes that can be compared and never change."""
+TENSORS_AND_VALUES = (torch.Tensor, *VALUES)
 _SETTINGS = (*VALUES, FunctionType, BuiltinFunctionType)
 _MAX_RECORDS = 64
 _MAX_KEYS = 256
 _UNKNOWN = object()
 _NO_SETTINGS = OF_TORCH - {"training"}
-_KINDS_OF_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def _kept_layouts(tensor: GlobalTensor) -> tuple[Any, ...]:
 class CallRecord:
     """Effects of a call besides its result: boxings of inputs, exchanges counted, random keys drawn."""
 
-    observer: CallObserver
+    boxings: list[InputBoxing]
     num_tags: int
     num_keys: int
 
@@ -136,9 +136,8 @@ class ForwardCache(ABC):
 
     def __init__(self, module: nn.Module, world: World, hooks: Set[int] = frozenset()) -> None:
         self.module, self.world, self._hooks = module, world, hooks
-        self._parts, self._known_parts = list(module.modules()), list[nn.Module | None]()
+        self._parts = list(module.modules())
         self.records: dict[Any, Any] = {}
-        self._names: list[tuple[Any, tuple[str, ...]]] = [((), ()) for _ in self._parts]
         self._settings: int | None = None
         self._known_settings: dict[Any, int] = {}
 
@@ -147,7 +146,7 @@ class ForwardCache(ABC):
         """Whether a replay may skip a boxing inside the block of a tensor that is not its input."""
 
     @abstractmethod
-    def record(self, result: Any, inputs: list[GlobalTensor], call: CallRecord) -> Any:
+    def record(self, result: Any, call: CallRecord, observer: CallObserver) -> Any:
         """What ``replay`` needs of this call, or None."""
 
     @abstractmethod
@@ -177,7 +176,7 @@ class ForwardCache(ABC):
         context = self.world.context
         # A tracer, recorder or agreement check must see every boxing.
         is_observed = context.tracer is not None or context.recorder is not None or context.checks_agreement
-        if is_observed or context.running is None or context.running.observer is not None:
+        if is_observed or context.running.observer is not None:
             return self.forward(*args, **kwargs)
         leaves, structure = _flattened(args, kwargs)
         key = self._key(leaves, structure)
@@ -197,14 +196,14 @@ class ForwardCache(ABC):
         """From now on, calls with this record's key run unchanged."""
         self.records = {key: None if known is record else known for key, known in self.records.items()}
 
-    def box_inputs(self, boxings: Sequence[InputBoxing], num_tags: int, inputs: list[GlobalTensor]) -> list[Any]:
-        """Box inputs as the block does, and count its exchanges; the results, in the order of ``boxings``."""
+    def box_inputs(self, call: CallRecord, inputs: list[GlobalTensor]) -> list[Any]:
+        """Box inputs as the block does, and count its exchanges; the results, in the order of ``call.boxings``."""
         context, known = self.world.context, list(inputs)
         start = context.position
-        for boxing in boxings:
+        for boxing in call.boxings:
             context.position = start + boxing.offset
             known.append(box_implicitly(known[boxing.index], boxing.layout, boxing.function))
-        context.position = start + num_tags
+        context.position = start + call.num_tags
         return known[len(inputs) :]
 
     def _key(self, leaves: Sequence[Any], structure: Any) -> Any:
@@ -235,33 +234,33 @@ class ForwardCache(ABC):
         """Settings that code may change between steps: modes, numbers, also of objects that the parts hold, hooks,
         parts, which parameters take gradients.
         """
-        found: list[Any] = []
-        if self._known_parts != (children := [part for known in self._parts for part in known._modules.values()]):
-            self._parts, self._known_parts = list(self.module.modules()), children
-            self._names = [((), ()) for _ in self._parts]
-        found += map(id, children)
+        self._parts = list(self.module.modules())
+        found: list[Any] = self._hooks_of_user()
         objects: dict[int, dict[str, Any]] = {}
-        for number, part in enumerate(self._parts):
+        for part in self._parts:
             attributes = part.__dict__
-            known, names = self._names[number]
-            if known != (present := tuple(attributes)):
-                names = tuple([name for name in present if name not in _NO_SETTINGS])
-                self._names[number] = present, names
-            for name in names:
-                value = attributes[name]
+            for name, value in attributes.items():
+                if name in _NO_SETTINGS:
+                    continue
                 if isinstance(value, _SETTINGS):
                     found += (name, type(value), value)
                 elif entries := entries_of(value):
                     objects[id(value)] = entries
-            for kind in _KINDS_OF_HOOKS:
-                if hooks := attributes[kind]:
-                    found += (number, kind, *hooks)
-            for parameter in attributes["_parameters"].values():
+            found += map(id, part._modules.values())
+            for parameter in part._parameters.values():
                 if parameter is not None:
                     found += (id(parameter), parameter.requires_grad, has_hooks(parameter))
         for entries in objects.values():
             found += [(n, type(value), value) for n, value in entries.items() if isinstance(value, _SETTINGS)]
         return tuple(found)
+
+    def _hooks_of_user(self) -> list[Any]:
+        """The ids of hooks inside the block that ``parallelize`` has not put there: a replay would not call them."""
+        found: list[Any] = []
+        for part in self._parts[1:]:
+            found += {*part._forward_hooks, *part._forward_pre_hooks} - self._hooks
+            found += (*part._backward_hooks, *part._backward_pre_hooks)
+        return found
 
     def _record_call(self, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Run the module and record its effects; None where a replay might have other effects."""
@@ -278,21 +277,13 @@ class ForwardCache(ABC):
         num_keys = _keys_between(keys_before, self.world)
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         has_boxings = any(isinstance(leaf, GlobalTensor) and leaf._boxings for leaf in results)
-        if observer.made.are_left(results, inputs):  # somebody reads them elsewhere
-            return result, None
-        if not observer.can_skip or num_keys is None or has_boxings:
+        is_left = observer.made.are_left(results, inputs)  # somebody reads a tensor elsewhere
+        if is_left or has_boxings or not observer.can_skip or num_keys is None or self._hooks_of_user():
             return result, None
         if before != self.versions(inputs) or not program.is_unchanged():
             return result, None
-        if not all(self._has_no_hooks(part) for part in self._parts[1:]):
-            return result, None
-        call = CallRecord(observer, context.position - start, num_keys)
-        return result, self.record(result, inputs, call)
-
-    def _has_no_hooks(self, part: nn.Module) -> bool:
-        """Whether a module has no hooks of the user, which a replay would not call."""
-        found = {*part._forward_hooks, *part._forward_pre_hooks}
-        return found <= self._hooks and not part._backward_hooks and not part._backward_pre_hooks
+        call = CallRecord(observer.boxings, context.position - start, num_keys)
+        return result, self.record(result, call, observer)
 
     def versions(self, inputs: Sequence[GlobalTensor]) -> list[Any]:
         """Of what a forward may write: inputs, parameters and buffers."""
@@ -306,9 +297,7 @@ class ForwardCache(ABC):
 
 def _flattened(args: Any, kwargs: Any) -> tuple[Sequence[Any], Any]:
     """The leaves of a call's arguments, and their number or structure."""
-    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # the common case
-        return args, 1
-    if kwargs or not all(isinstance(arg, (torch.Tensor, *VALUES)) for arg in args):
+    if kwargs or not all(isinstance(arg, TENSORS_AND_VALUES) for arg in args):
         return tree_flatten((args, kwargs))
     return args, len(args)
 

@@ -25,11 +25,10 @@ from workbench.errors import WorkbenchError
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
 from workbench.tensors.world import World
 from workbench.training.pipelining.forward_cache import (
-    VALUES,
+    TENSORS_AND_VALUES,
     CallObserver,
     CallRecord,
     ForwardCache,
-    InputBoxing,
     distinct_tensors,
 )
 from workbench.training.pipelining.placeholder_forward import PlaceholderForward
@@ -51,9 +50,8 @@ class LocalRecord:
         layouts: the layouts of the result's tensors, in order; one that is returned twice counts once.
     """
 
-    boxings: list[InputBoxing]
+    call: CallRecord
     boxing_of_input: dict[int, int]
-    num_tags: int
     layouts: list[Layout]
 
 
@@ -77,15 +75,12 @@ class LocalForward(ForwardCache):
 
     def replay(self, record: LocalRecord, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> Any:
         """Run the block in plain torch; run it unchanged where that fails, as in code that reads a tensor's layout."""
-        boxed = self.box_inputs(record.boxings, record.num_tags, inputs)
+        boxed = self.box_inputs(record.call, inputs)
         context = self.world.context
         counted, given = context.position, (args, kwargs)
         if record.boxing_of_input:
             here = {id(inputs[index]): boxed[boxing] for index, boxing in record.boxing_of_input.items()}
-            if len(args) == 1 and not kwargs and id(args[0]) in here:  # the common case
-                given = (here[id(args[0])],), kwargs
-            else:
-                given = tree_map(lambda leaf: here.get(id(leaf), leaf), given)
+            given = tree_map(lambda leaf: here.get(id(leaf), leaf), given)
         try:
             return self._run(record, *given)
         except (AttributeError, TypeError, WorkbenchError):
@@ -118,35 +113,34 @@ class LocalForward(ForwardCache):
     def _wrapped(self, result: torch.Tensor, layout: Layout) -> GlobalTensor:
         return wrap(result, spec_of(self.world, layout, result.shape))
 
-    def record(self, result: Any, inputs: list[GlobalTensor], call: CallRecord) -> LocalRecord | None:
+    def record(self, result: Any, call: CallRecord, observer: CallObserver) -> LocalRecord | None:
         """The record of a call; None unless its inputs are on this rank or boxed to it, and torch alone makes the
         results here.
         """
         leaves = tree_leaves(result)
         tensors: list[Any] = distinct_tensors(leaves)
-        boxing_of_input = self._boxing_of_input(inputs, call.observer)
-        held = {id(t) for part in self._parts for t in (*part._parameters.values(), *part._buffers.values())}
-        held |= {id(tensor) for tensor in inputs}
-        if call.num_keys or call.observer.recomputes or boxing_of_input is None:
+        boxing_of_input = self._boxing_of_input(observer)
+        if call.num_keys or observer.recomputes or boxing_of_input is None:
             return None
         if any(isinstance(part, _FUSED_FOR_PLAIN) and not part.training for part in self._parts):
             return None
+        held = {id(t) for part in self._parts for t in (*part._parameters.values(), *part._buffers.values())}
+        held |= {id(tensor) for tensor in observer.inputs}
         if any(id(t) in held or not self._is_here(t) for t in tensors):
             return None
-        if not all(isinstance(leaf, (torch.Tensor, *VALUES)) for leaf in leaves):
+        if not all(isinstance(leaf, TENSORS_AND_VALUES) for leaf in leaves):
             return None
-        if not self._is_torch_alone(tensors, inputs, call.observer):
+        if not self._is_torch_alone(tensors, observer):
             return None
-        layouts = [tensor._spec.layout for tensor in tensors]
-        return LocalRecord(call.observer.boxings, boxing_of_input, call.num_tags, layouts)
+        return LocalRecord(call, boxing_of_input, [tensor._spec.layout for tensor in tensors])
 
     def _is_here(self, tensor: Any) -> bool:
         return type(tensor) is GlobalTensor and tensor._spec.layout.placement == self.placement
 
-    def _boxing_of_input(self, inputs: list[GlobalTensor], observer: CallObserver) -> dict[int, int] | None:
+    def _boxing_of_input(self, observer: CallObserver) -> dict[int, int] | None:
         """For every input from elsewhere, the number of the boxing that brings it here; None if one has none."""
         found: dict[int, int] = {}
-        for index, tensor in enumerate(inputs):
+        for index, tensor in enumerate(observer.inputs):
             if self._is_here(tensor):
                 continue
             boxings = [i for i, b in enumerate(observer.boxings) if b.index == index]
@@ -155,8 +149,9 @@ class LocalForward(ForwardCache):
             found[index] = boxings[0]
         return found
 
-    def _is_torch_alone(self, results: list[Any], inputs: list[GlobalTensor], observer: CallObserver) -> bool:
+    def _is_torch_alone(self, results: list[Any], observer: CallObserver) -> bool:
         """Whether the history of the results, back to inputs and parameters, holds nothing but torch's functions."""
+        inputs = observer.inputs
         parameters = {id(p) for part in self._parts for p in part._parameters.values()} | {id(t) for t in inputs}
         with local_torch():
             ends = {(t.grad_fn, t.output_nr) for t in inputs if t.grad_fn is not None}

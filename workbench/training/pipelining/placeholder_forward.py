@@ -23,7 +23,6 @@ from workbench.training.pipelining.forward_cache import (
     CallObserver,
     CallRecord,
     ForwardCache,
-    InputBoxing,
     distinct_tensors,
 )
 
@@ -34,16 +33,14 @@ class ResultNumber(int):
 
 @dataclass
 class PlaceholderRecord:
-    """The effects of a call. Links count inputs first, then results of ``boxings``, then ``parameters``.
+    """The effects of a call. Links count inputs first, then results of boxings, then ``parameters``.
 
     Attributes:
         leaves: of the call's result, each tensor as its number among the results: a tensor may be returned twice.
     """
 
-    boxings: list[InputBoxing]
+    call: CallRecord
     parameters: list[GlobalTensor]
-    num_tags: int
-    num_keys: int
     infos: list[OutputInfo]
     specs: list[Spec]
     structure: Any
@@ -66,8 +63,8 @@ class PlaceholderForward(ForwardCache):
     def replay(self, record: PlaceholderRecord, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> Any:
         """Make placeholders with the links of the recorded ones."""
         world = self.world
-        boxed = self.box_inputs(record.boxings, record.num_tags, inputs)
-        for _ in range(record.num_keys):
+        boxed = self.box_inputs(record.call, inputs)
+        for _ in range(record.call.num_keys):
             draw_key(world)
         operands = [*inputs, *boxed, *record.parameters]
         placeholders = placeholder_outputs(record.infos, operands, record.specs, world.device)
@@ -77,29 +74,21 @@ class PlaceholderForward(ForwardCache):
         leaves = [made[leaf] if type(leaf) is ResultNumber else leaf for leaf in record.leaves]
         return tree_unflatten(leaves, record.structure)
 
-    def record(self, result: Any, inputs: list[GlobalTensor], call: CallRecord) -> PlaceholderRecord | None:
+    def record(self, result: Any, call: CallRecord, observer: CallObserver) -> PlaceholderRecord | None:
         """The record of a call; None if a result is not a new placeholder, or has links to other tensors."""
         leaves, structure = tree_flatten(result)
         tensors = distinct_tensors(leaves)
-        if not all(_is_fresh_placeholder(tensor, inputs) for tensor in tensors):
+        if not all(_is_fresh_placeholder(tensor, observer.inputs) for tensor in tensors):
             return None
-        links = _HistoryLinks(inputs, call.observer)
+        links = _HistoryLinks(observer)
         with local_torch():
             infos: list[OutputInfo] = [(t._spec.shape, t.dtype, t.requires_grad and links.of(t)) for t in tensors]
         if not links.are_known:
             return None
         specs = [tensor._spec for tensor in tensors]
         number_of = {id(tensor): ResultNumber(number) for number, tensor in enumerate(tensors)}
-        return PlaceholderRecord(
-            call.observer.boxings,
-            links.parameters,
-            call.num_tags,
-            call.num_keys,
-            infos,
-            specs,
-            structure,
-            [number_of.get(id(leaf), leaf) for leaf in leaves],
-        )
+        numbered = [number_of.get(id(leaf), leaf) for leaf in leaves]
+        return PlaceholderRecord(call, links.parameters, infos, specs, structure, numbered)
 
 
 def _is_fresh_placeholder(tensor: torch.Tensor, inputs: list[GlobalTensor]) -> bool:
@@ -115,7 +104,8 @@ def _is_fresh_placeholder(tensor: torch.Tensor, inputs: list[GlobalTensor]) -> b
 class _HistoryLinks:
     """Which inputs, boxed inputs and parameters the history of a result reaches."""
 
-    def __init__(self, inputs: list[GlobalTensor], observer: CallObserver) -> None:
+    def __init__(self, observer: CallObserver) -> None:
+        inputs = observer.inputs
         self.parameters: list[GlobalTensor] = []
         self.are_known = True
         self._tags, self._first_form = observer.tags, len(inputs)
