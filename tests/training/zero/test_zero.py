@@ -63,6 +63,36 @@ def test_wide_layers_on_ranks_with_several_stages():
         torch.testing.assert_close(grad, gradient)
 
 
+def test_new_values_of_one_stage_where_ranks_have_several():
+    """Only its ranks see other memory. They go on with the order of layers that all ranks know."""
+    torch.manual_seed(0)
+    built, inputs = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))), torch.randn(8, 6)
+
+    def train(model, backward):
+        losses = []
+        for _ in range(3):
+            model.zero_grad()
+            losses.append(backward(model).item())
+            model[0].weight.data = model[0].weight.data * 0.5
+        return losses, model[0].weight.grad
+
+    def alone(model):
+        loss = model(inputs).square().mean()
+        loss.backward()
+        return loss
+
+    def program(rank):
+        model = wb.parallelize(copy.deepcopy(built), "pipeline | 2x2x1 mb=2 interleaved zero=3")
+        mean = lambda found, _: found.square().mean()  # noqa: E731
+        losses, grad = train(model, lambda model: wb.forward_backward(model, mean, inputs, inputs))
+        return losses, grad.full_tensor()
+
+    expected, gradient = train(copy.deepcopy(built), alone)
+    for losses, grad in run_ranks(program, 4):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        torch.testing.assert_close(grad, gradient)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_dropout_and_a_tied_weight_over_stages(stage):

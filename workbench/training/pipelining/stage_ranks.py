@@ -101,7 +101,7 @@ class StageRank:
             return wrap(local.requires_grad_(own.requires_grad), spec)
 
     def refresh(self) -> bool:
-        """Take over the gradients that parameters have; called before a step.
+        """Take over the memory and the gradients that parameters have; called before a step.
 
         False if the module holds other tensors now, or the world was rebuilt and messages of a failed step are void.
         """
@@ -110,17 +110,24 @@ class StageRank:
             return False
         for cache in self._forward_caches:
             cache.begin_step()
-        for holder, name, own, view in self._views:
+        moved = dict[int, GlobalTensor]()
+        for position, (holder, name, own, view) in enumerate(self._views):
             if holder.get(name) is not own:
                 return False
             if recorder is not None:
                 recorder.depends_on(own)
             with local_torch():
-                if not view._spec.is_placeholder and view.data_ptr() != own.data_ptr():
-                    return False
-                if view.requires_grad != own.requires_grad:
+                has_moved = not view._spec.is_placeholder and view.data_ptr() != own.data_ptr()
+                if view.requires_grad != own.requires_grad or (has_moved and not own._is_param):
                     return False
                 if own._is_param:
+                    if (view._spec.shape, view.dtype) != (own._spec.shape, own.dtype):
+                        return False
+                    if has_moved:  # other ranks do not see it, and keep the stage's world and what it has learnt
+                        if id(own) not in moved:
+                            moved[id(own)] = _view_like(view, own)
+                        view = moved[id(own)]
+                        self._views[position] = holder, name, own, view
                     self._refuse_hooks(own)
                     gradient_state(view).placeholder = False
                     view.grad = None if view._spec.is_placeholder or own.grad is None else plain(own.grad)
@@ -201,6 +208,13 @@ class StageRank:
                     view.grad = None
         for reducer in scattering:
             reducer.scatter()
+
+
+def _view_like(view: GlobalTensor, own: GlobalTensor) -> GlobalTensor:
+    """A view of a parameter that has other memory now."""
+    made = wrap(plain(own).requires_grad_(own.requires_grad), view._spec)
+    made._is_param, made._optimizer_shard = True, view._optimizer_shard
+    return made
 
 
 def _renumbered_layouts(layouts: StageLayouts, world: World, numbering: Numbering) -> StageLayouts:
