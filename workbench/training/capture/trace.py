@@ -32,7 +32,7 @@ class Call:
         function: the function that is called.
         args, kwargs: slots, constants, and lists and tuples of these.
         result: a slot, None (nothing is used), or tuples of these in the structure of the function's result.
-        is_kept: whether the call has an effect besides its result: it writes to memory, exchanges, or draws.
+        has_side_effect: whether the call has an effect besides its result: it writes to memory, exchanges, or draws.
         makes_view: whether its result is a view of its first argument.
         changes: a value that the call completes; the call is needed where the value is.
         name: for listings.
