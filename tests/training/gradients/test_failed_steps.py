@@ -1,12 +1,15 @@
 """What people do after a step that raised: load a checkpoint, save one, change the strategy, go on."""
 
+import copy
+
 import pytest
 import torch
 from torch import optim
 
 import workbench as wb
 from tests.training.gradients.several_steps import Wrapper
-from tests.training.gradients.test_several_steps import STRATEGIES, evaluate, new_model, weights_of
+from tests.training.gradients.test_several_steps import PIPELINE, STRATEGIES, evaluate, new_model, weights_of
+from workbench.errors import LayoutError
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 from workbench.training.gradients.stale_optimizer import optimizers_of
@@ -94,3 +97,52 @@ def test_the_optimizer_is_loaded_saved_and_moved_after_it(strategy, wraps, tmp_p
 
     for found in run_ranks(program, 2):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+def kinds_of(state):
+    entries = [(number, name, value) for number, own in state["state"].items() for name, value in own.items()]
+    return [(number, name, type(value), value.shape) for number, name, value in entries]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("strategy", ["*: data", "*: data | zero=3", "*: model", PIPELINE])
+def test_dicts_of_state_are_those_of_the_parameters_after_it(strategy):
+    """As in a program that saves a checkpoint of its own in ``except``."""
+    expected = on_one_device(2)
+    models = [new_model() for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], strategy)
+        optimizer = new_optimizer(model)
+        train(model, optimizer)
+        kinds = kinds_of(optimizer.state_dict())
+        fail(model, optimizer)
+        weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        assert kinds_of(state) == kinds
+        train(model, optimizer)
+        fail(model, optimizer)
+        optimizer.load_state_dict(state)
+        model.load_state_dict(weights)
+        train(model, optimizer)
+        return weights_of(model)
+
+    for found in run_ranks(program, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_a_dict_of_shards_asks_all_ranks_to_end_the_step():
+    models = [new_model() for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: data | zero=1")
+        optimizer = new_optimizer(model)
+        train(model, optimizer)
+        kinds = kinds_of(optimizer.state_dict())
+        fail(model, optimizer)
+        if rank == 0:
+            with pytest.raises(LayoutError, match=r"AdamW.state_dict.*zero=1 and zero=2.*zero_grad\(\) on every rank"):
+                optimizer.state_dict()
+        optimizer.zero_grad()
+        assert kinds_of(optimizer.state_dict()) == kinds
+
+    run_ranks(program, 2)

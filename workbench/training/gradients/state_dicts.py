@@ -16,8 +16,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from workbench.errors import LayoutError
 from workbench.tensors.global_tensor import GlobalTensor, plain, wrap
 from workbench.tensors.patch_table import patch
+from workbench.training.gradients.nested_steps import distinct, is_within_step
+from workbench.training.gradients.optim import put_back
 from workbench.training.gradients.shard import state_spec
 
 
@@ -32,9 +35,33 @@ def _as_global(parameter: Any, value: Any) -> Any:
     return made
 
 
+def _after_failed_steps(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer and those within it whose step has raised: parts are in the places of their parameters."""
+    swaps = [(each, each.__dict__.get("_workbench_swap")) for each in distinct(optimizer)]
+    held = [each for each, swap in swaps if swap is not None and swap.held is not None]
+    return [each for each in held if not is_within_step(each)]
+
+
+def _for_parameters(torchs_own: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(torchs_own)
+    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+        for each in _after_failed_steps(self):
+            put_back(each)
+        torchs_own(self, state_dict)
+
+    return load_state_dict
+
+
 def _with_global_state(torchs_own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     @functools.wraps(torchs_own)
     def state_dict(self: Optimizer) -> dict[str, Any]:
+        for each in _after_failed_steps(self):
+            if each.__dict__["_workbench_swap"].is_sharded:  # that is an exchange, and one rank may call this alone
+                raise LayoutError(
+                    f"{type(each).__name__}.state_dict(): its last step raised, and 1 rank cannot end it under zero=1 "
+                    "and zero=2. Call optimizer.zero_grad() on every rank first, or wb.checkpoint.save."
+                )
+            put_back(each)
         found = torchs_own(self)
         parameters = dict(enumerate(p for group in self.param_groups for p in group["params"]))
         found["state"] = {
@@ -52,4 +79,9 @@ patch(
     "torch.optim.Optimizer.state_dict",
     "plain parts of one rank's state would look like everyone's",
     _with_global_state,
+)
+patch(
+    "torch.optim.Optimizer.load_state_dict",
+    "a step that raised has left local parts in the place of parameters",
+    _for_parameters,
 )
