@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections import Counter
@@ -27,7 +28,7 @@ class MadeTensors(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if torch._C._is_torch_function_enabled():
-            for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+            for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     self._made[id(leaf)] = weakref.ref(leaf)
         return result
@@ -79,12 +80,8 @@ def _held_by_history(results: Sequence[torch.Tensor], inputs: Sequence[torch.Ten
             found[id(value)] += 1
         elif id(value) not in known:
             known.add(id(value))
-            if isinstance(value, (list, tuple)):
-                values += value
-            elif isinstance(value, dict):
-                values += value.values()
-            elif isinstance(value, FunctionType):
+            if isinstance(value, FunctionType):
                 values += value.__closure__ or ()
-            elif isinstance(value, CellType):
-                values.append(value.cell_contents)
+            elif isinstance(value, (list, tuple, dict, CellType)):
+                values += gc.get_referents(value)
     return found
