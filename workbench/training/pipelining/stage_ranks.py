@@ -59,15 +59,16 @@ class StageRank:
         self._view_buffers(module, resolved)
 
     def _view_parameters(self, module: nn.Module, resolved: ResolvedStrategy) -> None:
-        stages, views = parameter_stages(module, resolved), dict[int, GlobalTensor]()
+        self._stages, views = parameter_stages(module, resolved), dict[int, GlobalTensor]()
         for _, layer in layers_of(module):
             for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
                 own: Any = parameter
                 if id(own) not in views:
-                    views[id(own)] = self._view_parameter(own, stages[id(own)])
+                    views[id(own)] = self._view_parameter(own)
                 self._views.append((layer._parameters, name, own, views[id(own)]))
 
-    def _view_parameter(self, own: GlobalTensor, stage: int) -> GlobalTensor:
+    def _view_parameter(self, own: GlobalTensor) -> GlobalTensor:
+        stage = self._stages[id(own)]
         view = self._view(own, self._renumbered_layout(own._spec, stage))
         view._is_param = True
         shard: Shard | None = own._optimizer_shard
@@ -125,7 +126,7 @@ class StageRank:
                         return False
                     if has_moved:  # other ranks do not see it, and keep the stage's world and what it has learnt
                         if id(own) not in moved:
-                            moved[id(own)] = _view_like(view, own)
+                            moved[id(own)] = self._view_parameter(own)
                         view = moved[id(own)]
                         self._views[position] = holder, name, own, view
                     self._refuse_hooks(own)
@@ -208,13 +209,6 @@ class StageRank:
                     view.grad = None
         for reducer in scattering:
             reducer.scatter()
-
-
-def _view_like(view: GlobalTensor, own: GlobalTensor) -> GlobalTensor:
-    """A view of a parameter that has other memory now."""
-    made = wrap(plain(own).requires_grad_(own.requires_grad), view._spec)
-    made._is_param, made._optimizer_shard = True, view._optimizer_shard
-    return made
 
 
 def _renumbered_layouts(layouts: StageLayouts, world: World, numbering: Numbering) -> StageLayouts:
