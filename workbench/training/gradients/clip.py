@@ -37,12 +37,8 @@ def total_norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = 
     with torch.no_grad():
         norms = _norms(listed, float(norm_type))
         total = torch.linalg.vector_norm(norms, float(norm_type))
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(
-            f"The total norm of order {float(norm_type)} for gradients from `parameters` is non-finite, so it cannot "
-            "be clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
-            "`error_if_nonfinite=False`"
-        )
+    if error_if_nonfinite:
+        _torch_total_norm([total], float(norm_type), error_if_nonfinite=True)  # raises its error
     return total
 
 
