@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -51,13 +51,9 @@ class SingleStage:
         for cache in forward_caches:
             cache.begin_step()
 
-    def step_context(self) -> AbstractContextManager[None]:
-        """Context around all actions of the step."""
-        return cached_forwards(self._forward_caches)
-
     def activated(self) -> AbstractContextManager[None]:
-        """Context of one action, in which the module holds the stage's parameters and buffers."""
-        return nullcontext()
+        """Context of one action, in which the module holds the stage's parameters, buffers and forward caches."""
+        return cached_forwards(self._forward_caches)
 
     def to_rank_world(self, result: torch.Tensor) -> torch.Tensor:
         """A detached result of the stage in this rank's own world; a placeholder where another stage holds it."""
@@ -187,10 +183,7 @@ class Executor:
     @contextmanager
     def _scheduled(self) -> Iterator[None]:
         try:
-            with ExitStack() as around:
-                for stage in self.stages.values():
-                    around.enter_context(stage.step_context())
-                yield
+            yield
             if self.states is not None:
                 self.states.go_on_as(max(self.stages))
         except BaseException as error:

@@ -1,8 +1,8 @@
 """Forward caches of blocks: within a scheduled step, the first call of a block is recorded and later ones replay it.
 
-A forward cache replaces the block's ``forward`` while a step runs. The first call with some inputs runs unchanged under
-an observer. If the record covers all its effects besides its result, later calls with the same key replay the record;
-``placeholder_forward`` and ``local_forward`` say how. A block with other effects runs unchanged.
+A forward cache replaces the block's ``forward`` while an action runs. The first call with some inputs runs unchanged
+under an observer. If the record covers all its effects besides its result, later calls with the same key replay the
+record; ``placeholder_forward`` and ``local_forward`` say how. A block with other effects runs unchanged.
 """
 
 from __future__ import annotations

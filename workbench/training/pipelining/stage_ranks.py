@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -143,10 +143,6 @@ class StageRank:
             f"several stages per rank a parameter's gradient comes from each stage's view of it. Change the gradient "
             f"after the step, or use a schedule with 1 stage per rank (1f1b)."
         )
-
-    def step_context(self) -> AbstractContextManager[None]:
-        """Context of a step. The module has the stage's views and forward caches during an action only."""
-        return nullcontext()
 
     @contextmanager
     def activated(self) -> Iterator[None]:
