@@ -31,6 +31,7 @@ from workbench.training.pipelining.forward_cache import (
     ForwardCache,
     distinct_tensors,
 )
+from workbench.training.pipelining.made_tensors import nodes_between
 from workbench.training.pipelining.placeholder_forward import PlaceholderForward
 from workbench.training.strategies.state import ParallelState, parameter_stages
 
@@ -152,29 +153,18 @@ class LocalForward(ForwardCache):
     def _is_torch_alone(self, results: list[Any], observer: CallObserver) -> bool:
         """Whether the history of the results, back to inputs and parameters, holds nothing but torch's functions."""
         inputs = observer.inputs
-        parameters = {id(p) for part in self._parts for p in part._parameters.values()} | {id(t) for t in inputs}
-        with local_torch():
-            ends = {(t.grad_fn, t.output_nr) for t in inputs if t.grad_fn is not None}
-            waiting: list[Any] = [(t.grad_fn, t.output_nr) for t in results]
-            seen: set[Any] = {None}
-            while waiting:
-                edge = waiting.pop()
-                node = edge[0]
-                if edge in ends or node in seen:
-                    continue
-                seen.add(node)
-                if hasattr(node, "variable"):
-                    if id(node.variable) not in parameters:
-                        return False
-                elif hasattr(node, "boxing"):
-                    source, target, tag = node.boxing[:3]
-                    if tag in observer.tags:
-                        continue
-                    if not source.layout.placement == target.layout.placement == self.placement:
-                        return False
-                elif isinstance(node, BackwardCFunction):
+        leaves = {id(p) for part in self._parts for p in part._parameters.values()} | {id(t) for t in inputs}
+        for node in nodes_between(results, inputs):
+            if hasattr(node, "variable"):
+                if id(node.variable) not in leaves:
                     return False
-                waiting += node.next_functions
+            elif hasattr(node, "boxing"):
+                source, target, tag = node.boxing[:3]
+                stays = source.layout.placement == target.layout.placement == self.placement
+                if tag not in observer.tags and not stays:
+                    return False
+            elif isinstance(node, BackwardCFunction):
+                return False
         return True
 
 

@@ -60,19 +60,24 @@ def _is_held(reference: weakref.ref[torch.Tensor], num_known: int) -> bool:
     return sys.getrefcount(tensor) - 2 - num_known > (tensor._use_count() > 1)  # type: ignore[attr-defined]
 
 
+def nodes_between(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[Any]:
+    """The nodes of the history of results, back to those that have made the inputs."""
+    with local_torch():
+        ends = {(tensor.grad_fn, tensor.output_nr) for tensor in inputs}
+        waiting: list[Any] = [(tensor.grad_fn, tensor.output_nr) for tensor in results]
+    found: dict[Any, None] = {}
+    while waiting:
+        edge = waiting.pop()
+        if edge[0] is not None and edge not in ends and edge[0] not in found:
+            found[edge[0]] = None
+            waiting += edge[0].next_functions
+    return list(found)
+
+
 def _held_by_history(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Counter[int]:
     """How often nodes between inputs and results have each tensor, by its id: placeholders' nodes have operands."""
     found: Counter[int] = Counter()
-    with local_torch():
-        seen: set[Any] = {None, *(tensor.grad_fn for tensor in inputs)}
-        waiting: list[Any] = [tensor.grad_fn for tensor in results]
-    values: list[Any] = []
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
-            values += getattr(node, "__dict__", {}).values()
+    values = [value for node in nodes_between(results, inputs) for value in getattr(node, "__dict__", {}).values()]
     known: set[int] = set()
     while values:
         value = values.pop()
