@@ -106,7 +106,7 @@ def parallelize(
     Raises:
         StrategyError: the strategy does not fit the module or the number of ranks; the optimizer has none of its
             parameters; the devices or the disk cannot do what the strategy asks; nothing gives values to tensors on
-            meta. Only this last one comes after the module has changed.
+            meta. Only this last one comes after the module has changed; another call may give the values.
         LayoutError: the ranks hold different weights.
         CheckpointError: the files do not fit.
 
@@ -169,7 +169,9 @@ def place(
         state.handles += install(module, state)
     state.handles.append(Interruptible(module, state.on_interrupt))
     if on_meta and world.device.type != "meta":
+        state.without_values = on_meta
         materialize(module, on_meta, init, world)
+        state.without_values = []
     for each in states:
         each.reshard(converted)
     return module

@@ -234,24 +234,43 @@ class Scaled(nn.Module):
         return self.linear(x) * self.scale * self.mask
 
 
-def test_tensors_that_nothing_fills_are_listed():
+def fill(module):
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        tensor.fill_(2.0)
+
+
+@pytest.mark.parametrize("strategy", ["*: data", "*: model", "*: data | zero=3"])
+def test_tensors_that_nothing_fills_are_listed_and_filled_by_another_call(strategy):
     with torch.device("meta"):
         models = [Scaled() for _ in range(2)]
 
     def program(rank):
-        with pytest.raises(StrategyError, match=r"2 of 4 tensors on meta got no value: scale, mask.*make it anew"):
-            wb.parallelize(models[rank], "*: data")
+        for _ in range(2):
+            with pytest.raises(StrategyError, match=r"2 of 4 tensors on meta got no value: scale, mask.*Call it again"):
+                wb.parallelize(models[rank], strategy)
+        return whole(wb.parallelize(models[rank], "*: model", init=fill)(torch.ones(3, 4)))
 
-    run_ranks(program, 2)
+    assert all(torch.equal(output, torch.full((3, 4), 40.0)) for output in run_ranks(program, 2))
+
+
+def test_a_second_call_takes_the_right_files(tmp_path):
+    expected = small("cpu").state_dict()
+    save_file(expected, tmp_path / "right.safetensors")
+    save_file({"0.weight": torch.ones(8, 6)}, tmp_path / "wrong.safetensors")
+    models = [small() for _ in range(2)]
+
+    def program(rank):
+        with pytest.raises(CheckpointError, match="missing in the file"):
+            wb.parallelize(models[rank], "*: data", init=tmp_path / "wrong.safetensors")
+        return logical(wb.parallelize(models[rank], "*: model", init=tmp_path / "right.safetensors"))
+
+    for state in run_ranks(program, 2):
+        assert_same(state, expected)
 
 
 def test_a_function_fills_what_modules_do_not():
     with torch.device("meta"):
         models = [Scaled() for _ in range(2)]
-
-    def fill(module):
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            tensor.fill_(2.0)
 
     def program(rank):
         return whole(wb.parallelize(models[rank], "*: model", init=fill)(torch.ones(3, 4)))

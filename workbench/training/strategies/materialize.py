@@ -21,20 +21,24 @@ from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World
 from workbench.training.strategies.loading import find_weights, load_safetensors
 from workbench.training.strategies.safetensors_file import SafetensorsFiles
+from workbench.training.strategies.state import STATE, ParallelState
 
 Init = str | os.PathLike[str] | Callable[[nn.Module], Any] | None
 """Where values come from: the modules' own initialisation (None), a function of a module, files, or ``"empty"``."""
 
 
 def names_on_meta(module: nn.Module) -> list[str]:
-    """Parameters and buffers without storage."""
-    return [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
+    """Parameters and buffers without storage, or to which an earlier call failed to give values."""
+    state: ParallelState | None = module.__dict__.get(STATE)
+    failed = state.without_values if state is not None else ()
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return [name for name, tensor in tensors if tensor.is_meta or name in failed]
 
 
 def materialize(module: nn.Module, names: list[str], init: Init, world: World) -> None:
     """Give storage and values to the tensors ``names``, which `shard_parameters` has made from tensors on meta.
 
-    All ranks call it.
+    All ranks call it. After an error a second call begins anew.
 
     Raises:
         StrategyError: some tensors got no value. The message lists all of them.
@@ -61,8 +65,8 @@ def materialize(module: nn.Module, names: list[str], init: Init, world: World) -
         raise StrategyError(
             f"parallelize: {len(missing)} of {len(names)} tensors on meta got no value: {', '.join(missing[:20])}. "
             "Tensors on meta get values from modules' reset_parameters (transformers: _init_weights) or from files. "
-            "Give init=function(module) that fills them in place, or build buffers that constructors compute on cpu. "
-            "The module has changed: make it anew first."
+            "Call it again with init=function(module) that fills them in place, or make the module anew, with buffers "
+            "that constructors compute on cpu."
         )
 
 

@@ -49,6 +49,7 @@ class ParallelState:
         num_rebuilds: how often the world had been rebuilt when the module was called last.
         mean_losses: the identities of the losses that were found to be means over samples.
         preset: a preset whose stages follow the order of calls, until a batch has shown this order.
+        without_values: the names of tensors from meta, as long as nothing has given values to all of them.
     """
 
     strategy: Strategy
@@ -64,6 +65,7 @@ class ParallelState:
     num_rebuilds: int = 0
     mean_losses: set[Any] = field(default_factory=set)
     preset: str | None = None
+    without_values: list[str] = field(default_factory=list)
 
     def compare_first_batch(self, batch: Any, call: str, leaves: Iterable[Any] | None = None) -> None:
         """The ranks compare the plain tensors of the first batch of a kind that the module gets. All ranks call it.
