@@ -250,6 +250,17 @@ def test_state_of_a_graph_goes_to_another():
     assert run_ranks(program, 1) == [True]
 
 
+def test_state_of_other_modules_is_named_as_torch_does():
+    def program():
+        graph, state = Look(linear()), {"model": {"weight": torch.ones(2, 4)}, "other": {"bias": torch.ones(2)}}
+        with pytest.raises(RuntimeError, match=r"Missing key.*model\.bias(.|\n)*Unexpected key.*other\.bias"):
+            graph.load_state_dict(state)
+        found = graph.load_state_dict(state, strict=False)
+        return found.missing_keys, found.unexpected_keys, graph.model.weight.tolist()
+
+    assert run_ranks(program, 1) == [(["model.bias"], ["other.bias"], [[1.0] * 4] * 2)]
+
+
 def test_gradients_are_clipped_where_the_optimizer_says_so():
     def program():
         model = linear()

@@ -210,10 +210,16 @@ class Graph(ABC):
         """The state of the graph's modules, by their attribute names in the graph."""
         return {name: module.state_dict() for name, module in self._modules().items()}
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a result of ``state_dict`` into the modules."""
-        for name, module in self._modules().items():
-            module.load_state_dict(state[name], strict=strict)
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load a result of ``state_dict`` into the modules, as ``torch.nn.Module.load_state_dict`` does.
+
+        Returns:
+            ``missing_keys`` of the graph and ``unexpected_keys`` of the state; ``strict`` refuses both.
+        """
+        together = nn.Module()
+        together._modules.update(self._modules())
+        flat = {f"{name}.{key}": value for name, part in state.items() for key, value in part.items()}
+        return together.load_state_dict(flat, strict)
 
     def __repr__(self) -> str:
         stages = disjoint_placements(stages_of(self._modules().values()))
