@@ -211,6 +211,20 @@ def test_state_of_another_class_is_refused(tmp_path, strategy):
     run_ranks(program, 2)
 
 
+def test_a_scheduler_of_another_class_is_refused(tmp_path):
+    """Its rates would be those of the other one, for torch's schedulers take any attributes as their state."""
+    model, optimizer = trained(torch.optim.AdamW)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    wb.checkpoint.save(tmp_path / "c", model=model, optimizer=optimizer, scheduler=cosine)
+    step = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    with pytest.raises(CheckpointError, match=r": CosineAnnealingLR in the checkpoint, StepLR in(.|\n)*strict"):
+        wb.checkpoint.load(tmp_path / "c", model=model, optimizer=optimizer, scheduler=step)
+    assert not hasattr(step, "T_max")
+    wb.checkpoint.load(tmp_path / "c", model=model, optimizer=optimizer, scheduler=cosine)
+    wb.checkpoint.load(tmp_path / "c", strict=False, model=model, optimizer=optimizer, scheduler=step)
+    assert step.T_max == 10
+
+
 @pytest.mark.parametrize(("more", "alone"), [({}, "net"), ({"average": _MODEL}, "model")])
 def test_state_of_a_module_under_two_names_is_found_by_either(tmp_path, more, alone):
     """By the first of them, where another module is beside it."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from workbench.errors import CheckpointError
 from workbench.tensors import default_generator
@@ -34,6 +35,12 @@ def kind_of(value: Any) -> str:
     if isinstance(value, Optimizer):
         return "optimizer"
     return "stateful" if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else "value"
+
+
+def described(parts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """What a manifest says of parts: the kinds of all, and the classes of learning-rate schedulers."""
+    schedulers = {part: type(value).__qualname__ for part, value in parts.items() if isinstance(value, LRScheduler)}
+    return {"parts": {part: kind_of(value) for part, value in parts.items()}, "schedulers": schedulers}
 
 
 def is_extra(path: Path) -> bool:
@@ -178,7 +185,11 @@ class Restoring:
             return self._module_problems(part, value)
         if isinstance(value, Optimizer):
             return optimizers.problems(value, self.names, part, self.checkpoint, self.strict)
-        return self._value_problems(part, value) if kind_of(value) == "value" else []
+        if kind_of(value) == "value":
+            return self._value_problems(part, value)
+        saved, own = self.checkpoint.schedulers.get(part), type(value).__qualname__
+        differs = self.strict and saved not in (None, own)  # older files, and torch's, have none
+        return [f"{part}: {saved} in {self.checkpoint.title}, {own} in what it is loaded into"] if differs else []
 
     def _module_problems(self, part: str, module: nn.Module) -> list[str]:
         ours, names = module.state_dict(keep_vars=True), self._names_now(part, module)

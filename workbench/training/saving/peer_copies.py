@@ -71,7 +71,7 @@ class PeerCopies(Checkpoint):
         self.differing: tuple[str, ...] = ()
         self.unlike: dict[str, str] = {}
         self._paths, self._pieces = paths, dict[Any, bytes]()
-        self._by_prefix, self._checksums = None, {}
+        self.schedulers, self._by_prefix, self._checksums = {}, None, {}
         first = [(item, giver) for item, giver in self._givers if _is_compared(item, paths)]
         self._exchange(first, self._places)
 

@@ -70,6 +70,7 @@ class Checkpoint:
     Attributes:
         entries: (path in the nested state -> torch's description of the entry).
         kinds: the kind of each part of ``wb.checkpoint.save``.
+        schedulers: the classes of the learning-rate schedulers among them, where these are known.
 
     Raises:
         CheckpointError: the table of contents is damaged, or a file is missing or has another size than when it was
@@ -96,6 +97,7 @@ class Checkpoint:
             tuple(paths[name]): entry for name, entry in self._metadata.items() if name in paths
         }
         self.kinds: dict[str, str] = manifest.get("parts", {str(path[0]): "unknown" for path in self.entries})
+        self.schedulers: dict[str, str] = manifest.get("schedulers", {})
         self._by_prefix: dict[StatePath, list[StatePath]] | None = None
         self._checksums: dict[str, int] = manifest.get("checksums", {})
         self._check_sizes(manifest.get("sizes", {}))

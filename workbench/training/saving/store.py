@@ -21,7 +21,7 @@ from workbench.training.gradients.failed_steps import end_failed_steps
 from workbench.training.gradients.nested_steps import distinct
 from workbench.training.saving import reading, writing
 from workbench.training.saving.folders import absolute, make_folder
-from workbench.training.saving.parts import Restoring, checksums, collect, kind_of, sum_terms
+from workbench.training.saving.parts import Restoring, checksums, collect, described, sum_terms
 
 _POLL_S = 0.01
 _under_way: WeakKeyDictionary[World, Saving] = WeakKeyDictionary()
@@ -197,7 +197,7 @@ def begin(
         writing.snapshot(items, planner, keeps=async_op),
         metadata,
         aliases,
-        {part: kind_of(value) for part, value in parts.items()},
+        described(parts),
         on_complete,
         before_complete,
     )
@@ -263,7 +263,7 @@ def load(
         path: a directory of ``wb.checkpoint.save`` or of ``torch.distributed.checkpoint.save``. Load only files that
             you trust: as in ``torch.load`` of whole objects, a file may run code.
         strict: refuse a checkpoint that lacks tensors of a module or parameters of an optimizer, or has others, or the
-            state of an optimizer of another class. False ignores these.
+            state of an optimizer or a scheduler of another class. False ignores these.
         random_state: also restore the states of the random numbers. A rank that was not there at the save gets those of
             Python, numpy and a GPU only if all ranks had the same.
         parts: modules, optimizers and other objects, by the names under which they were saved. They are filled in

@@ -63,7 +63,7 @@ class Job:
         items: (torch's description of the slice, the plain tensor on the CPU, or bytes).
         metadata: torch's table of contents, without the places in the files; only rank 0 uses it.
         aliases: other names of tied tensors, by the name of the entry.
-        parts: the kind of every part, by name.
+        parts: entries of the manifest that describe the parts.
         on_complete: rank 0 calls it when the checkpoint has its final name.
         before_complete: rank 0 calls it with the directory when all is written, before that.
     """
@@ -74,7 +74,7 @@ class Job:
     items: list[tuple[Any, torch.Tensor | bytes]]
     metadata: Any
     aliases: Mapping[str, str]
-    parts: Mapping[str, str]
+    parts: Mapping[str, Mapping[str, str]]
     on_complete: Callable[[], None] | None = None
     before_complete: Callable[[Path], None] | None = None
     given_up: threading.Event = field(default_factory=threading.Event)
@@ -173,7 +173,7 @@ class Job:
         manifest = {
             "format": 1,
             "ranks": self.world.world_size,
-            "parts": dict(self.parts),
+            **self.parts,
             "sizes": {path.name: path.stat().st_size for path in sorted(self.folder.glob("*.distcp"))},
             "checksums": {f"{entry.file}:{entry.offset}": entry.checksum for entry in written},
         }
