@@ -47,6 +47,15 @@ def test_a_full_disk_is_named_on_all_ranks(tmp_path, full_disk):
     run_ranks(program, 2)
 
 
+def test_an_error_of_the_system_says_what_to_do(tmp_path, full_disk):
+    (tmp_path / "file").touch()
+    for path in ("c", "file/c"):  # on a full disk, and where no directory can be made
+        with pytest.raises(OSError, match=str(tmp_path) if path == "file/c" else "No space left") as caught:
+            wb.checkpoint.save(tmp_path / path, x=torch.ones(100_000))
+        (note,) = caught.value.__notes__
+        assert f"{path}'): this rank cannot write there, and the checkpoint before is unchanged. Make space" in note
+
+
 def test_every_wait_raises(tmp_path, full_disk):
     def program():
         saving = wb.checkpoint.save(tmp_path / "c", async_op=True, x=torch.ones(100_000))
@@ -128,3 +137,4 @@ def test_two_values_of_one_name_are_refused(tmp_path, parts):
             wb.checkpoint.save(tmp_path / "c", **parts)
 
     run_ranks(program, 2)
+    assert not [*tmp_path.iterdir()]

@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from workbench.errors import CheckpointError
@@ -50,13 +51,27 @@ def make_folder(path: Path) -> Path:
         CheckpointError: what is at ``path`` is no checkpoint.
     """
     _refuse_others(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for left in unfinished(path):
-        if not _others(left):
-            remove(left)
     folder = path.with_name(f"{path.name}.{secrets.token_hex(4)}{INCOMPLETE}")
-    folder.mkdir()
+    with explaining(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in unfinished(path):
+            if not _others(left):
+                remove(left)
+        folder.mkdir()
     return folder
+
+
+@contextlib.contextmanager
+def explaining(path: Path) -> Iterator[None]:
+    """A context that adds to errors of the system, such as a full disk, what they mean for a save to ``path``."""
+    try:
+        yield
+    except OSError as error:
+        error.add_note(
+            f"save({str(path)!r}): this rank cannot write there, and the checkpoint before is unchanged. Make space on "
+            "the disk, or give a path in a directory that you may write to, and save again."
+        )
+        raise
 
 
 def take_name(folder: Path, path: Path) -> None:

@@ -182,9 +182,7 @@ def begin(
     if _listener is not None:
         _listener(path, parts)
     what = f"save({str(path)!r})"
-    made = run_on_all_ranks(lambda: make_folder(path) if world.rank == 0 else None, world, what)
-    folder: Path = all_gather_object(made, world, what)[0]
-    found, aliases = run_on_all_ranks(lambda: _collect(parts, world, folder), world, what)
+    found, aliases = run_on_all_ranks(lambda: collect(parts, world), world, what)
     leaves = sum_terms(found, parts)
     planner, local, checked = run_on_all_ranks(
         lambda: (*writing.local_plan(leaves), checksums(leaves, parts) if world.world_size > 1 else {}), world, what
@@ -192,7 +190,7 @@ def begin(
     items, metadata = writing.agree(planner, local, checked, leaves, world, what)
     job = writing.Job(
         path,
-        folder,
+        _common_folder(path, world, what),
         world,
         writing.snapshot(items, planner, keeps=async_op),
         metadata,
@@ -228,13 +226,20 @@ def _give_up() -> None:
 at_rebuild(_give_up)
 
 
-def _collect(parts: dict[str, Any], world: World, folder: Path) -> Any:
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"save: rank {world.rank} does not see {folder}, which rank 0 has made. All ranks write into one "
-            "directory: give a path on a file system that they share."
-        )
-    return collect(parts, world)
+def _common_folder(path: Path, world: World, what: str) -> Path:
+    """The directory in which a save writes: rank 0 makes it, and all ranks see it. All ranks call it."""
+
+    def check_seen() -> None:
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"save: rank {world.rank} does not see {folder}, which rank 0 has made. All ranks write into one "
+                "directory: give a path on a file system that they share."
+            )
+
+    made = run_on_all_ranks(lambda: make_folder(path) if world.rank == 0 else None, world, what)
+    folder: Path = all_gather_object(made, world, what)[0]
+    run_on_all_ranks(check_seen, world, what)
+    return folder
 
 
 def _end_failed_steps(parts: Mapping[str, Any], world: World) -> None:

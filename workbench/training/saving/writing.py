@@ -35,7 +35,7 @@ from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World
 from workbench.training.saving.flat import Path as StatePath
 from workbench.training.saving.flat import by_name, name_of
-from workbench.training.saving.folders import MANIFEST, sync_folder, take_name, write_whole
+from workbench.training.saving.folders import MANIFEST, explaining, sync_folder, take_name, write_whole
 from workbench.training.saving.plain_copies import unlike_entries
 
 _POLL_S = 0.005
@@ -83,7 +83,7 @@ class Job:
         """Write this rank's file to the disk, and the file that shows rank 0 that it is done."""
         rank = self.world.rank
         try:
-            with self._telling_that_it_is_gone():
+            with explaining(self.path), self._telling_that_it_is_gone():
                 written = _write_slices(self.folder / f"__{rank}_0.distcp", self.items)
                 write_whole(self.folder / f"__{rank}.written", pickle.dumps(written))
         except Exception as error:
@@ -93,7 +93,7 @@ class Job:
     def finish(self) -> None:
         """On rank 0, when all ranks have written: write the table of contents, and set the final name."""
         if self.world.rank == 0:
-            with self._telling_that_it_is_gone():
+            with explaining(self.path), self._telling_that_it_is_gone():
                 self._complete()
             if self.on_complete is not None:
                 self.on_complete()
