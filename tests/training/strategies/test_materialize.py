@@ -253,6 +253,25 @@ def test_tensors_that_nothing_fills_are_listed_and_filled_by_another_call(strate
     assert all(torch.equal(output, torch.full((3, 4), 40.0)) for output in run_ranks(program, 2))
 
 
+def test_layers_that_have_values_keep_them():
+    """Such as a pretrained table in front of a new model."""
+
+    def made():
+        model = nn.Sequential(nn.Embedding(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3, device="meta"))
+        nn.init.constant_(model[0].weight, 7.0)
+        model[1].running_mean.fill_(3.0)
+        return model
+
+    models = [made() for _ in range(2)]
+
+    def program(rank):
+        return logical(wb.parallelize(models[rank], "*: data"))
+
+    for state in run_ranks(program, 2):
+        assert state["0.weight"].eq(7).all() and state["1.running_mean"].eq(3).all()
+        assert state["2.weight"].abs().max() <= 0.5
+
+
 def test_a_second_call_takes_the_right_files(tmp_path):
     expected = small("cpu").state_dict()
     save_file(expected, tmp_path / "right.safetensors")

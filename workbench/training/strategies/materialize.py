@@ -49,7 +49,9 @@ def materialize(module: nn.Module, names: list[str], init: Init, world: World) -
     from_files = isinstance(init, str | os.PathLike)
     with torch.no_grad():
         if not from_files:
-            _initialize(module, list(module.named_modules()), init if callable(init) else None)
+            new = {id(tensor) for tensor in tensors.values()}
+            chosen = [(n, m) for n, m in module.named_modules() if callable(init) or _can_initialize(m, new)]
+            _initialize(module, chosen, init if callable(init) else None)
         else:
             given = _in_state(module) if init == "empty" else _in_files(module, init)  # type: ignore[arg-type]
             rest = [name for name, tensor in tensors.items() if id(tensor) not in given]
@@ -68,6 +70,12 @@ def materialize(module: nn.Module, names: list[str], init: Init, world: World) -
             "Call it again with init=function(module) that fills them in place, or make the module anew, with buffers "
             "that constructors compute on cpu."
         )
+
+
+def _can_initialize(module: nn.Module, new: set[int]) -> bool:
+    """Whether it has some of the new tensors, or none at all: the values of others are a program's own."""
+    held = [id(tensor) for tensor in (*module.parameters(), *module.buffers())]
+    return not held or not new.isdisjoint(held)
 
 
 def _in_state(module: nn.Module) -> set[int]:
