@@ -52,7 +52,7 @@ def export_safetensors(
 
     Args:
         directory: on a file system that all ranks share. It is made if it does not exist; an earlier export in it is
-            replaced, other files stay.
+            replaced when all of the new one is written, other files stay.
         max_shard_bytes: the largest file, unless one tensor is larger. With several files there is an index beside
             them.
 
@@ -69,8 +69,14 @@ def export_safetensors(
     tensors = _tensors_of(module)
     files = _share_out(tensors, max_shard_bytes, world.world_size)
     run_on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True) if world.rank == 0 else None, world, what)
-    for file in files:
-        _write(folder, file, tensors, world, what)
+    try:
+        for file in files:
+            _write(folder, file, tensors, world, what)
+    except BaseException:
+        for file in files:
+            if file.writer == world.rank:
+                _partly(folder, file).unlink(missing_ok=True)
+        raise
     run_on_all_ranks(lambda: _finish(folder, module, files, tensors) if world.rank == 0 else None, world, what)
     return folder
 
@@ -121,16 +127,19 @@ def _share_out(tensors: Mapping[str, torch.Tensor], limit: int, num_ranks: int) 
     ]
 
 
+def _partly(folder: Path, file: _File) -> Path:
+    """Where a file is until all are written: an export that fails changes nothing of an earlier one."""
+    return folder / f"{file.name}.tmp"
+
+
 def _write(folder: Path, file: _File, tensors: Mapping[str, torch.Tensor], world: World, what: str) -> None:
     """Write one file: every rank sends its slices, and the file's writer writes them, tensor by tensor."""
-    partly = folder / f"{file.name}.tmp"
     gathered, error = _gather_in_order(file, tensors, world), None
     try:
         if world.rank == file.writer:
-            with open(partly, "wb") as out:
+            with open(_partly(folder, file), "wb") as out:
                 out.write(_header(file, tensors))
                 out.writelines(whole.reshape(-1).view(torch.uint8).numpy().data for whole in gathered)
-            os.replace(partly, folder / file.name)
     except OSError as found:
         error = found
     deque(gathered, maxlen=0)  # a writer that failed still takes part in the remaining exchanges
@@ -162,8 +171,10 @@ def _header(file: _File, tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def _finish(folder: Path, module: nn.Module, files: list[_File], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write the index and the configuration, and remove weights of an earlier export."""
+    """Give the files their names, write the index and the configuration, and remove weights of an earlier export."""
     (folder / INDEX_NAME).unlink(missing_ok=True)
+    for file in files:
+        os.replace(_partly(folder, file), folder / file.name)
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(map(_nbytes, tensors.values()))},

@@ -145,6 +145,29 @@ def test_what_safetensors_cannot_hold(tmp_path):
         wb.checkpoint.export_safetensors(nn.Linear(1, 1, dtype=torch.complex128), tmp_path)
 
 
+def test_an_export_that_fails_leaves_the_earlier_one(tmp_path, monkeypatch):
+    """Else its first files would stand beside others of the earlier one, under the same index."""
+    run_ranks(lambda: wb.checkpoint.export_safetensors(spread("*: data"), tmp_path, max_shard_bytes=60) and None, 2)
+    before, header = {path.name: path.read_bytes() for path in tmp_path.iterdir()}, exporting._header
+
+    def fill_the_disk(file, tensors):
+        if file.name.startswith("model-00002"):
+            raise OSError(28, "No space left on device")
+        return header(file, tensors)
+
+    def program():
+        model = spread("*: data")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        with pytest.raises((OSError, CheckpointError), match="No space left"):
+            wb.checkpoint.export_safetensors(model, tmp_path, max_shard_bytes=60)
+
+    monkeypatch.setattr(exporting, "_header", fill_the_disk)
+    run_ranks(program, 2)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_a_rank_that_cannot_write_is_an_error_on_all(tmp_path):
     (tmp_path / "file").touch()
 
