@@ -264,6 +264,16 @@ def test_saved_values_load_under_another_layout(tmp_path):
         assert torch.equal(loaded, value)
 
 
+def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path):
+    """The others waited for the one that writes."""
+
+    def program(rank):
+        with pytest.raises(RuntimeError, match=r"flow\.save.*failed on ranks \[0\].*none" if rank else "none"):
+            flow.save(flow.ones(3), tmp_path / "none" / "ones")
+
+    run_ranks(program, 2)
+
+
 def test_values_load_on_the_device_of_the_rank(tmp_path, monkeypatch):
     asked, load = [], torch.load
     monkeypatch.setattr(torch, "load", lambda *args, **options: asked.append(options) or load(*args, **options))

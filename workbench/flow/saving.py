@@ -12,7 +12,7 @@ from workbench.flow.local_tensor import local
 from workbench.flow.world_join import join
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.world import barrier
+from workbench.tensors.object_collectives import run_on_all_ranks
 
 
 def save(obj: Any, path: str | Path, global_dst_rank: int = 0) -> None:
@@ -25,11 +25,9 @@ def save(obj: Any, path: str | Path, global_dst_rank: int = 0) -> None:
         path: the file, which one rank writes.
         global_dst_rank: the rank that writes the file.
     """
-    world = join()
+    world, what = join(), f"flow.save({str(path)!r})"
     whole = tree_map(_whole, obj)
-    if world.rank == global_dst_rank:
-        torch.save(whole, path)
-    barrier()
+    run_on_all_ranks(lambda: torch.save(whole, path) if world.rank == global_dst_rank else None, world, what)
 
 
 def load(path: str | Path, global_src_rank: int | None = None) -> Any:
