@@ -303,10 +303,13 @@ def test_old_spellings_warn_with_the_new_one():
 
 
 @OLD
-def test_machines_of_the_older_placement(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+@pytest.mark.parametrize("variable", ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"])
+def test_machines_of_the_older_placement(monkeypatch, variable):
+    monkeypatch.setenv(variable, "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
 
     def program():
+        assert flow.env.get_node_size() == 2 and flow.env.get_local_rank() == 1
         placements = [
             flow.placement("gpu", {0: [0, 1], 1: [1]}),
             flow.placement("cuda", {0: range(2), 1: [0, 1]}, (2, 2)),

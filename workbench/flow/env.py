@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from workbench.flow.world_join import join
+from workbench.transport.launchers import launcher_value
 
 
 def init() -> None:
@@ -24,13 +23,13 @@ def get_world_size() -> int:
 
 def get_local_rank() -> int:
     """This process's number on its machine."""
-    return int(os.environ.get("LOCAL_RANK", get_rank()))
+    return launcher_value("local_rank", get_rank())
 
 
 def get_node_size() -> int:
     """The number of machines in the world, if each has as many processes as this one."""
     size = get_world_size()
-    return max(1, size // int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    return max(1, size // launcher_value("local_world_size", size))
 
 
 def is_multi_client() -> bool:

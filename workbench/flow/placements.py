@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from workbench.core.placement import Placement
 from workbench.errors import PlacementError
 from workbench.flow import devices, old_spellings
 from workbench.flow.local_tensor import join_with_local_tensors
+from workbench.transport.launchers import launcher_value
 
 _ON_SEVERAL = (
     "A program runs on several in a notebook's cell under %%global, or with python -m workbench.flow.launch "
@@ -78,7 +78,7 @@ placement = _PlacementFactory()
 
 def _ranks_of(machines: Mapping[Any, Any], world_size: int) -> list[int]:
     """The ranks of ``{machine: devices}``. All machines have as many ranks; those of machine 0 come first."""
-    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    per_machine = launcher_value("local_world_size", world_size)
     num_machines = max(1, world_size // per_machine)
     found = []
     for machine, listed in machines.items():
