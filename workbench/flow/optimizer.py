@@ -187,10 +187,6 @@ class UpdateRule:
 
         name_loss(model_diff_lbn, self, "optimizer.minimize")
 
-    def make(self, variables: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-        """A torch optimizer of these variables."""
-        return self.kind(variables, lr=0.0, **self.options)
-
     def set_rate(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Set the optimizer's rate for this step."""
         changes = {"lr": self.rate(step)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -43,7 +44,7 @@ def global_function(
             f"global_function on {getattr(type, '__name__', type)}: it is used without brackets. Write "
             '@flow.global_function(type="train").'
         )
-    settings = (function_config or FunctionConfig()).copy()
+    settings = copy.deepcopy(function_config or FunctionConfig())  # as they are at the declaration
     if type is None:
         type = "train" if settings.train.is_set else "predict"  # noqa: A001
     if type not in ("train", "predict"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
@@ -84,7 +85,10 @@ def run(job: Job, arrays: Mapping[str, Any], store: Store, limits: DeviceLimits,
         result = _mirrored(running, job, arrays) if running.is_mirrored else _consistent(running, job, arrays)
     with torch.no_grad():
         if running.is_mirrored:
-            return result if on_rank_0 else _by_device(result, ranks, store)
+            if on_rank_0:
+                return result
+            everywhere = all_gather_object(result, store.world, "the results of the devices")
+            return zip_results([everywhere[rank] for rank in ranks])
         return map_tensors(result, lambda value: _logical(value, store, on_rank_0), job.name)
 
 
@@ -130,20 +134,9 @@ def _check_lengths(job: Job, arrays: Mapping[str, Any], ranks: list[int]) -> Non
             )
 
 
-def _by_device(result: Any, ranks: list[int], store: Store) -> Any:
-    """The results of all devices, with a list of arrays in place of every tensor."""
-    everywhere = all_gather_object(result, store.world, "the results of the devices")
-    return zip_results([everywhere[rank] for rank in ranks])
-
-
 def zip_results(results: list[Any]) -> Any:
     """``[(a0, b0), (a1, b1)]`` -> ``([a0, a1], [b0, b1])``, nested as the results are."""
-    first = results[0]
-    if isinstance(first, (tuple, list)):
-        return of_kind(first, (zip_results(list(items)) for items in zip(*results, strict=True)))
-    if isinstance(first, dict):
-        return {name: zip_results([result[name] for result in results]) for name in first}
-    return None if first is None else results
+    return tree_map(lambda *values: None if values[0] is None else list(values), *results)
 
 
 def map_tensors(result: Any, convert: Callable[[torch.Tensor], Any], job: str) -> Any:

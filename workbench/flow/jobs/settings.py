@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -56,7 +55,13 @@ class TrainConfig:
 
 
 class FunctionConfig:
-    """Made by ``flow.function_config()``."""
+    """The settings of a job function, to be filled by calls.
+
+    >>> config = FunctionConfig()
+    >>> config.default_data_type(torch.float64)
+    >>> config.dtype
+    torch.float64
+    """
 
     def __init__(self) -> None:
         self.train = TrainConfig()
@@ -102,21 +107,10 @@ class FunctionConfig:
         known = sorted(name for name in dir(type(self)) if name.startswith("default_"))
         raise AttributeError(f"function_config has no setting {name!r}. It has train, {', '.join(known)}.")
 
-    def copy(self) -> FunctionConfig:
-        """A copy: a job keeps the settings of its declaration."""
-        return copy.deepcopy(self)
-
 
 _WITHOUT_EFFECT = {"cudnn_conv_heuristic_search_algo", "prune_parallel_cast_ops", "use_boxing_v2", "concurrency_width"}
 """Settings of a compiler; they have no effect here."""
 
 
-def function_config() -> FunctionConfig:
-    """Settings of a job function, to be filled by calls.
-
-    >>> config = function_config()
-    >>> config.default_data_type(torch.float64)
-    >>> config.dtype
-    torch.float64
-    """
-    return FunctionConfig()
+function_config = FunctionConfig
+"""The name in programs."""

@@ -106,7 +106,7 @@ def _optimizer(job: RunningJob, rule: UpdateRule) -> torch.optim.Optimizer:
     store, trained = job.store, _trained(job)
     optimizer: torch.optim.Optimizer | None = store.optimizers.get(job.name)
     if optimizer is None or store.rules[job.name] != rule.settings:  # the job may be declared again with another
-        made = store.optimizers[job.name] = rule.make(trained)
+        made = store.optimizers[job.name] = rule.kind(trained, lr=0.0, **rule.options)
         store.rules[job.name] = rule.settings
         if optimizer is None:
             _load(made, job.name, store)
