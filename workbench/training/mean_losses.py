@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -41,11 +40,8 @@ def unlike_a_mean(loss_fn: LossFunction, output: Any, targets: Any) -> str:
     """
     rows = count_samples(tree_leaves((output, targets)))
 
-    def twice(value: Any) -> Any:
-        double: Callable[[torch.Tensor], torch.Tensor] = lambda part: (  # noqa: E731
-            torch.cat([part, part]) if part.dim() and part.shape[0] == rows else part
-        )
-        return tree_map_only(torch.Tensor, double, value)
+    def twice(part: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part, part]) if part.dim() and part.shape[0] == rows else part
 
     if not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in tree_leaves(output)):
         return ""
@@ -56,7 +52,8 @@ def unlike_a_mean(loss_fn: LossFunction, output: Any, targets: Any) -> str:
         return ""
     try:
         with torch.no_grad(), default_generator.restored(device), UndoneWrites(), _OfPlainTensors():
-            loss, again, doubled = (_number(loss_fn(*pair)) for pair in (batch, batch, twice(batch)))
+            double = tree_map_only(torch.Tensor, twice, batch)
+            loss, again, doubled = (_number(loss_fn(*pair)) for pair in (batch, batch, double))
     except Exception:  # noqa: BLE001 - a loss for batches of one size or of other values only: nobody can tell
         return ""
     finally:

@@ -75,7 +75,20 @@ def compute_in(
         return [], []
     if precision == "fp8":
         _refuse_lacking(lacks_float8(device))
-    handles, entered = autocast_forward(module, autocast_type, dtype)
+    entered: list[Any] = []  # calls may be nested
+
+    def begin(*_: Any) -> None:
+        entered.append(torch.autocast(autocast_type, dtype=dtype))
+        entered[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        if entered:
+            entered.pop().__exit__(None, None, None)
+
+    handles: list[Any] = [
+        module.register_forward_pre_hook(begin, prepend=True),
+        module.register_forward_hook(end, always_call=True),
+    ]
     if precision == "fp8":
         handles += [LinearIn8Bits(layer) for layer in module.modules() if _multiplies_in_8_bits(layer)]
     return handles, entered
@@ -106,24 +119,6 @@ class LinearIn8Bits:
         """Give the layer its own forward back."""
         if self._layer.__dict__.get("forward") is self:
             del self._layer.__dict__["forward"]
-
-
-def autocast_forward(module: nn.Module, device: str, dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
-    """Let a module's forward run under ``torch.autocast``; returns the hooks, and the contexts of its calls."""
-    entered: list[Any] = []  # calls may be nested
-
-    def begin(*_: Any) -> None:
-        entered.append(torch.autocast(device, dtype=dtype))
-        entered[-1].__enter__()
-
-    def end(*_: Any) -> None:
-        if entered:
-            entered.pop().__exit__(None, None, None)
-
-    return [
-        module.register_forward_pre_hook(begin, prepend=True),
-        module.register_forward_hook(end, always_call=True),
-    ], entered
 
 
 def _end_all(entered: list[Any]) -> None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import platform
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -71,13 +74,14 @@ def measure(spans: Sequence[int] = ()) -> RankTimes:
 
 def _measured(world: World, spans: Sequence[int]) -> RankTimes:
     """See ``measure``."""
-    watch = Stopwatch(world, _host())
+    host = socket.gethostname()
+    watch = Stopwatch(world, host)
     products = tuple(_time_products(watch))
     functions = tuple(_time_function(watch, *row) for row in _functions(world.device))
     copy_bytes_per_s = _time_copy(watch)
     op_s, step_s = _time_overhead(watch)
     return RankTimes(
-        _host(),
+        host,
         _memory_bytes(world),
         world.transport_name,
         _device_name(world),
@@ -323,25 +327,15 @@ def _tiny_step(world: World, depth: int) -> Callable[[], Any]:
     return step
 
 
-def _host() -> str:
-    import socket
-
-    return socket.gethostname()
-
-
 def _memory_bytes(world: World) -> float:
     if world.device.type == "cuda":
         return float(torch.cuda.get_device_properties(world.device).total_memory)
-    import psutil
-
     return float(psutil.virtual_memory().total)
 
 
 def _device_name(world: World) -> str:
     if world.device.type == "cuda":
         return str(torch.cuda.get_device_name(world.device))
-    import platform
-
     return f"{platform.machine()} CPU"
 
 

@@ -8,7 +8,6 @@ accounts for threads of the world that share a core.
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from workbench.core.cores import num_cores
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, barrier
 
 WINDOW_S = 0.06
@@ -88,5 +88,4 @@ class Stopwatch:
 
 def _ranks_on(host: str, world: World) -> int:
     """The number of ranks on the host of this name. All ranks call it."""
-    mine = torch.tensor([float(zlib.crc32(host.encode()))], dtype=torch.float64, device=world.device)
-    return sum(bool(other == mine) for other in world.transport.all_gather(mine, "calibration: hosts"))
+    return all_gather_object(host, world, "calibration: hosts").count(host)

@@ -350,13 +350,9 @@ def _terms_summed(
 
 
 def _summed(terms: Sequence[torch.Tensor], layout: Layout | None) -> torch.Tensor:
-    kind = (
-        next((entry.reduction for entry in layout.sbp if isinstance(entry, Partial)), "sum")
-        if layout is not None
-        else "sum"
-    )
+    kinds = [entry.reduction for entry in layout.sbp if isinstance(entry, Partial)] if layout is not None else []
     stacked = torch.stack([term.double() for term in terms])
-    return stacked.sum(0) if kind == "sum" else stacked.amax(0) if kind == "max" else stacked.amin(0)
+    return stacked.amax(0) if kinds[:1] == ["max"] else stacked.amin(0) if kinds[:1] == ["min"] else stacked.sum(0)
 
 
 def _whole(by_rank: Sequence[RecordedValue | None]) -> torch.Tensor | None:

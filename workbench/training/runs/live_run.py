@@ -18,6 +18,7 @@ from workbench.errors import StrategyError
 from workbench.pipeline.schedules import Action
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.training.batches import Batch
@@ -237,8 +238,7 @@ class LiveRun:
                 return True
             time.sleep(_PAUSE_S)
             received = self._received_commands()
-            own = torch.tensor([float(len(received))], device=self.world.device)
-            counts = [float(count) for count in self.world.transport.all_gather(own, "agreement on commands")]
+            counts = all_gather_object(float(len(received)), self.world, "agreement on commands")
 
     def _change_strategy(self, text: str, step: int) -> None:
         """Continue under another strategy, with the same weights and optimizer state."""
@@ -260,8 +260,8 @@ class LiveRun:
         self._collector.interval = 1  # steps may be far slower now
         self.peak.start_again()
         self.result.changes.append((step, text))
-        moved = torch.tensor([float(self.world.traffic.sent_bytes - sent)], device=self.world.device)
-        total = sum(int(part) for part in self.world.transport.all_gather(moved, "what a change has moved"))
+        moved = self.world.traffic.sent_bytes - sent
+        total = sum(all_gather_object(moved, self.world, "what a change has moved"))
         self._report(RunEvent("strategy", step, text, time.perf_counter() - started, total))
 
     def _begin_profile(self, step: int) -> None:

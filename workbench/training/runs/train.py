@@ -125,10 +125,8 @@ def _run_on_one_rank(
     course: WeightHistory,
 ) -> RankResult:
     """The run in a world of one rank. Its random numbers depend on positions, as under every strategy."""
-    here, strategy = (
-        current(),
-        Strategy("*: data").with_options(num_micro_batches=num_micro_batches, precision=precision),
-    )
+    here = current()
+    strategy = Strategy("*: data").with_options(num_micro_batches=num_micro_batches, precision=precision)
     alone = _worlds_of_one.pop(here, None) or world_of_one(here.device)
     with Simulated(alone):
         result = run_strategy(job, strategy, listen=listen, commands=commands, keeps_weights=True)

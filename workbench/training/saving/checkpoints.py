@@ -65,10 +65,8 @@ class Checkpoints:
         """The step of the newest complete checkpoint, equal on all ranks; None if there is none. All ranks call it."""
         world = current()
         store.finish_previous(world)
-        found = all_gather_object(
-            next(reversed(self._by_age()), None), world, f"latest checkpoint of {self.directory.name}"
-        )
-        latest: int | None = found[0]
+        newest = next(reversed(self._by_age()), None)
+        latest: int | None = all_gather_object(newest, world, f"latest checkpoint of {self.directory.name}")[0]
         return latest
 
     def save(self, step: int, *, async_op: bool = False, **parts: Any) -> store.Saving:
