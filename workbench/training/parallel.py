@@ -149,13 +149,12 @@ def place(
     owners = parameter_owners(module, resolved)
     move_parameters(owners, layouts, converted)
     state.handles += hook_listed_experts(module, state.in_use, resolved.layers)
-    for position, (_, layer) in enumerate(layers):
-        choice = resolved.layers[position]
+    for (_, layer), choice, row in zip(layers, resolved.layers, described, strict=True):
         own = dict(layer.named_parameters(recurse=False, remove_duplicate=False))
         foreign = [name for name, parameter in own.items() if owners[parameter].stage != choice.stage]
         shard_parameters(layer, owners, layouts, converted)
         state.handles += hook_layer(layer, state.in_use, choice, foreign, state.on_interrupt)
-        experts = 0 if described[position].expert is not None else described[position].experts
+        experts = 0 if row.expert is not None else row.experts
         if experts and (choice.split == "expert" or resolved.stage_width(choice.stage)[1] == 1):
             state.handles.append(ExpertForward(layer, state.in_use, choice, experts))
     state.handles += hook_projections([layer for _, layer in layers], state.in_use)

@@ -69,13 +69,19 @@ class ActivationMeter:
 
     Under a schedule that is only some of the micro-batches: what a backward has used is given back. ``held_bytes`` are
     held now, ``size_bytes`` were held at most, and ``offloaded_bytes`` at most beside the device. ``parameters`` are
-    none of them, nor are those of the models.
+    none of them, nor are those of the models. ``on_change`` is called after each change of ``held_bytes``.
     """
 
-    def __init__(self, *models: nn.Module, parameters: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        *models: nn.Module,
+        parameters: Iterable[torch.Tensor] = (),
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
         own = [*parameters, *(p for model in models for p in model.parameters())]
         with local_torch():
             self._own = {p.untyped_storage().data_ptr() for p in own}
+        self._on_change = on_change
         self._holders: dict[int, int] = {}  # by address of a storage
         self.held_bytes = self.size_bytes = 0
         self._offloaded_now = self.offloaded_bytes = 0
@@ -109,10 +115,7 @@ class ActivationMeter:
         self._holders[address] = before + change
         self.held_bytes += size * ((before + change > 0) - (before > 0))
         self.size_bytes = max(self.size_bytes, self.held_bytes)
-        self.has_changed()
-
-    def has_changed(self) -> None:
-        """Called after each change of ``held_bytes``."""
+        self._on_change()
 
 
 class _SavedTensor:

@@ -41,7 +41,7 @@ class MemoryMeter:
     def __init__(self, world: World, optimizer: Optimizer, step_s: float) -> None:
         self.world, self._optimizer = world, optimizer
         self._parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-        self._activations = _Activations(self)
+        self._activations = ActivationMeter(parameters=self._parameters, on_change=self.sample_if_due)
         self._every_s = step_s / _SAMPLES_PER_STEP
         self._times_s: list[float] = []
         self._sizes: list[list[int]] = []
@@ -95,12 +95,3 @@ class MemoryMeter:
         kinds = zip(MEMORY_KINDS, zip(*self._sizes, strict=True), strict=False)
         times_s = tuple(time_s - self._times_s[0] for time_s in self._times_s)
         return MemoryCurve(self.world.rank, times_s, {kind: tuple(sizes) for kind, sizes in kinds})
-
-
-class _Activations(ActivationMeter):
-    def __init__(self, meter: MemoryMeter) -> None:
-        super().__init__(parameters=meter._parameters)
-        self._meter = meter
-
-    def has_changed(self) -> None:
-        self._meter.sample_if_due()

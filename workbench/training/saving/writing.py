@@ -100,10 +100,10 @@ class Job:
 
     def _complete(self) -> None:
         self._wait_for_others()
-        written = [self._written_by(rank) for rank in range(self.world.world_size)]
-        self._write_contents([entry for entries in written for entry in entries])
-        for rank in range(self.world.world_size):
-            (self.folder / f"__{rank}.written").unlink()
+        files = [self.folder / f"__{rank}.written" for rank in range(self.world.world_size)]
+        self._write_contents([entry for file in files for entry in pickle.loads(file.read_bytes())])
+        for file in files:
+            file.unlink()
         if self.before_complete is not None:
             self.before_complete(self.folder)
         sync_folder(self.folder)
@@ -146,10 +146,6 @@ class Job:
                 )
             if waiting:
                 time.sleep(_POLL_S)
-
-    def _written_by(self, rank: int) -> list[Written]:
-        written: list[Written] = pickle.loads((self.folder / f"__{rank}.written").read_bytes())
-        return written
 
     def _write_contents(self, written: list[Written]) -> None:
         from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
