@@ -4,6 +4,7 @@ import errno
 import re
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -93,6 +94,22 @@ def test_a_wait_that_was_interrupted_gave_the_save_up(tmp_path, monkeypatch):
             saving.wait()
     with pytest.raises(CheckpointError, match="given up: its wait was ended by KeyboardInterrupt"):
         saving.wait()
+
+
+def test_the_copies_of_a_save_are_gone_when_they_are_written(tmp_path, monkeypatch):
+    """They stayed in memory until the next save."""
+    copies, snapshot = [], writing.snapshot
+
+    def recorded(*args, **kwargs):
+        taken = snapshot(*args, **kwargs)
+        copies.extend(weakref.ref(value) for _, value in taken if isinstance(value, torch.Tensor))
+        return taken
+
+    monkeypatch.setattr(writing, "snapshot", recorded)
+    saving = wb.checkpoint.save(tmp_path / "c", async_op=True, x=torch.ones(10))
+    saving._thread.join()
+    assert copies and all(copy() is None for copy in copies)
+    assert saving.wait() == tmp_path / "c"
 
 
 PROGRAM = """

@@ -89,6 +89,8 @@ class Job:
         except Exception as error:
             _say_failed(self.folder / f"__{rank}.failed", f"{type(error).__name__}: {error}")
             raise
+        finally:
+            self.items.clear()  # copies of all slices; the handle may live until the next save
 
     def finish(self) -> None:
         """On rank 0, when all ranks have written: write the table of contents, and set the final name."""
