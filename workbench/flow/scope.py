@@ -76,7 +76,7 @@ class placement:  # noqa: N801 - programs write flow.scope.placement("gpu", "0:1
     def __exit__(self, *exc: object) -> None:
         from workbench.flow.jobs.context import running_job
 
-        running_job(str(self)).leave_scope()
+        running_job(str(self)).scopes.pop()
 
     def __str__(self) -> str:
         return f"scope.placement({self.device_tag!r}, {self.machine_device_ids!r})"

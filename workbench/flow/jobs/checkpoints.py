@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import CheckpointError
-from workbench.flow.jobs.store import PART, Store
+from workbench.flow.jobs.store import PART, Store, Variables
 from workbench.flow.jobs.training import optimizer_part
 from workbench.tensors.object_collectives import run_on_all_ranks
 from workbench.training.saving import reading
@@ -17,8 +17,8 @@ _STEPS = "steps"
 
 
 def init(store: Store) -> None:
-    """Drop all variables: the next job makes them."""
-    store.forget()
+    """Drop variables, optimizers and steps: the next job makes them anew."""
+    store.variables, store.optimizers, store.num_steps, store.to_load = Variables(), {}, {}, None
 
 
 def save(store: Store, path: str) -> None:

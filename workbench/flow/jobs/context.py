@@ -79,10 +79,6 @@ class RunningJob:
         self.scopes.append(devices.placement(ranks, scope.hierarchy))
         return self.scopes[-1]
 
-    def leave_scope(self) -> None:
-        """Return to the scope before."""
-        self.scopes.pop()
-
     def check_view(self, view: str) -> None:
         """Refuse a ``with`` of the other view: one call has one view."""
         if view != self.view:

@@ -117,10 +117,6 @@ class Store:
             variable = creation.create(shape, dtype, layout.placement, layout.sbp, fill)
         return variable
 
-    def forget(self) -> None:
-        """Drop variables, optimizers and steps: the next job makes them anew."""
-        self.variables, self.optimizers, self.num_steps, self.to_load = Variables(), {}, {}, None
-
 
 def _read(checkpoint: Checkpoint, name: str, variable: GlobalTensor) -> None:
     entry = checkpoint.below(PART).get((name,))

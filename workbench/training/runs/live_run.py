@@ -66,7 +66,8 @@ class LiveRun:
         self.memory: dict[str, int] = {}
         self.generator = torch.Generator().manual_seed(job.seed)  # of the seeds of steps, equal under every strategy
         self.result = RankResult([], [], {}, 0)
-        self._listen, self._commands = listen, commands
+        self._listen = listen
+        self._commands: Callable[[], list[RunCommand]] = commands or list
         self._has_listener = listen is not None or commands is not None
         self._collector = StepCollector(self.world, job.num_steps, job.flops_per_sample)
         self._optimizer_meter = OptimizerMeter(self.optimizer)
@@ -191,7 +192,7 @@ class LiveRun:
         """Report the steps since the last call, and follow commands. False if the run ends here."""
         if self._has_listener:
             self.memory["peak"] = self.peak.peak_bytes()
-        received = self._received_commands()
+        received = self._commands()
         device = self._device.read(state_of(self.model).strategy.options.precision) if self._has_listener else {}
         block, counts = self._collector.collect(self.memory, float(len(received)), device)
         self.result.losses += [loss for loss in block.losses if loss is not None]
@@ -215,9 +216,6 @@ class LiveRun:
             spans = read_actions(self.world.traffic, self._actions(), self._clock_offset)
             self._listen(StepSpans(self.world.rank, step, spans))
 
-    def _received_commands(self) -> list[RunCommand]:
-        return self._commands() if self._commands is not None else []
-
     def _apply_commands(self, received: list[RunCommand], counts: list[float], step: int) -> bool:
         """Execute the commands that every rank has received. False after a stop."""
         paused = False
@@ -237,7 +235,7 @@ class LiveRun:
             if not paused:
                 return True
             time.sleep(_PAUSE_S)
-            received = self._received_commands()
+            received = self._commands()
             counts = all_gather_object(float(len(received)), self.world, "agreement on commands")
 
     def _change_strategy(self, text: str, step: int) -> None:

@@ -147,7 +147,7 @@ def names_in(parts: Mapping[str, Any]) -> dict[int, str]:
 
 
 class Restoring:
-    """Loads a checkpoint into ``parts``: ``problems``, ``targets``, ``load_objects``, ``assign``, ``values``."""
+    """Loads a checkpoint into ``parts``: ``problems_of``, ``targets``, ``load_objects``, ``assign``, ``values``."""
 
     def __init__(self, parts: Mapping[str, Any], checkpoint: Checkpoint, world: World, strict: bool) -> None:
         self.parts, self.checkpoint, self.world, self.strict = parts, checkpoint, world, strict
@@ -172,12 +172,8 @@ class Restoring:
                 found |= {id(p): f"{prefix}{name}" for name, p in own.items() if f"{prefix}{name}" in saved}
         return found
 
-    def problems(self) -> list[str]:
-        """All mismatches, one line each; empty if everything fits."""
-        return [problem for part in self.parts for problem in self.problems_of(part)]
-
     def problems_of(self, part: str) -> list[str]:
-        """The mismatches of one part."""
+        """The mismatches of one part, one line each; empty if it fits."""
         value = self.parts[part]
         if not self.checkpoint.below(part) and part not in self.checkpoint.kinds:
             return [f"{part}: not in {self.checkpoint.title}, which holds {', '.join(sorted(self.checkpoint.kinds))}"]

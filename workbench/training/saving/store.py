@@ -307,7 +307,7 @@ def load(
 
 def _compare(folder: Path, parts: dict[str, Any], world: World, strict: bool) -> Any:
     restoring = Restoring(parts, reading.Checkpoint(folder), world, strict)
-    problems = restoring.problems()
+    problems = [problem for part in parts for problem in restoring.problems_of(part)]
     if problems:
         raise CheckpointError(
             f"load({str(folder)!r}): the checkpoint does not fit.\n  "
