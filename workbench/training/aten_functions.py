@@ -39,9 +39,8 @@ def matmul_work(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, int
     """Floating point operations of a matrix product, and the size that it sums over; zeros for other functions."""
     packet = func._overloadpacket
     base = func._schema.name.rpartition("::")[2]
-    if (
-        "scaled_dot_product" in base
-    ):  # torch's formula has as many heads of keys as of queries in 2.11, and none for CPUs
+    if "scaled_dot_product" in base:
+        # torch's formula has as many heads of keys as of queries in 2.11, and none for CPUs
         query, key, value = args[:3]
         width, queries = query.shape[-1], query.numel() // query.shape[-1]
         return 2.0 * queries * key.shape[-2] * (width + value.shape[-1]), width

@@ -155,8 +155,8 @@ class ActivationReads:
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
         self._made: dict[int, tuple[str, torch.Tensor]] = {}  # by address
-        self._readers: dict[int, list[str]] = {}
-        self._entered: dict[int, list[str]] = {}
+        self._readers: dict[int, dict[str, None]] = {}  # layers in their order
+        self._entered: dict[int, dict[str, None]] = {}
         self._of_weights: set[int] = set()  # by address, in a model with frozen weights: what comes from any weights
         self._with_gradient: set[int] = set()
 
@@ -185,7 +185,7 @@ class ActivationReads:
                 self._with_gradient.add(address)
             is_sent = tensor.requires_grad or address in self._of_weights
             if is_sent and address in self._made and self._made[address][0] != layer:
-                _add(self._readers, address, layer)
+                self._readers.setdefault(address, {})[layer] = None
         for address, tensor in outputs.items():
             if address not in inputs:  # neither a view nor written in place
                 self._made[address] = layer, tensor
@@ -193,7 +193,7 @@ class ActivationReads:
     def record_input(self, layer: str, tensor: torch.Tensor | None) -> None:
         """Record a layer's inputs."""
         if tensor is not None:
-            _add(self._entered, tensor.untyped_storage()._cdata, layer)
+            self._entered.setdefault(tensor.untyped_storage()._cdata, {})[layer] = None
 
     def of(self, layer: str, order: Sequence[str], num_samples: int) -> tuple[SkipConnection, ...]:
         """The activations of one layer that others read, in the order in which they were made."""
@@ -208,12 +208,6 @@ class ActivationReads:
             for address, (maker, tensor) in self._made.items()
             if maker == layer and layer in place and address in self._readers
         )
-
-
-def _add(found: dict[int, list[str]], address: int, layer: str) -> None:
-    names = found.setdefault(address, [])
-    if layer not in names:
-        names.append(layer)
 
 
 @dataclass(eq=False)

@@ -25,6 +25,11 @@ _MEMORY_BEFORE = 2
 """Steps before the first profiled one: measuring memory takes time, and the step after lets the ranks meet again."""
 
 
+def is_simulated(world: World) -> bool:
+    """Whether other ranks are threads of this process."""
+    return world.transport.scope == "process" and world.world_size > 1
+
+
 def check_numbers(what: str, steps: Any, warmup: Any) -> None:
     """Raise ``RunError`` where a profile cannot have these numbers."""
     for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
@@ -146,9 +151,9 @@ class RankProfiler:
             self._meter = MemoryMeter(self.world, self._optimizer, self._shortest_s)
             self._meter.start()
         if self.num_ended == max(0, self.warmup - 1):
-            is_simulated = self.world.transport.scope == "process" and self.world.world_size > 1
-            self._recording = Recording(self.world, sees_torch=not is_simulated)
-            if not is_simulated:
+            sees_torch = not is_simulated(self.world)
+            self._recording = Recording(self.world, sees_torch)
+            if sees_torch:
                 self._uncounted.enter_context(uncounted_in_peaks())
             self._recording.start()
         if self.num_ended == self.warmup and self._recording is not None:

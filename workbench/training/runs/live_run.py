@@ -19,7 +19,7 @@ from workbench.pipeline.schedules import Action
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.object_collectives import all_gather_object
-from workbench.tensors.world import World, current
+from workbench.tensors.world import current
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.training.batches import Batch
 from workbench.training.diagnostics.device_use import DeviceMeter
@@ -28,7 +28,7 @@ from workbench.training.gradients.optimizer_meter import OptimizerMeter
 from workbench.training.parallel import parallelize, state_of
 from workbench.training.pipelining.step import Around, train_micro_batches
 from workbench.training.pipelining.timeline import clock_offset
-from workbench.training.profiling.rank_profiler import RankProfiler
+from workbench.training.profiling.rank_profiler import RankProfiler, is_simulated
 from workbench.training.recorded_actions import RecordedAction, read_actions
 from workbench.training.runs.compiled_steps import CompiledSteps
 from workbench.training.runs.job import WARM_UP_STEPS, Job, RankResult, RankSegment, checked_step, seed_draws
@@ -292,11 +292,6 @@ class LiveRun:
         """Report an object that all ranks have. One of them sends it."""
         if self._listen is not None and self.world.rank == 0:
             self._listen(what)
-
-
-def is_simulated(world: World) -> bool:
-    """Whether other ranks are threads of this process."""
-    return world.transport.scope == "process" and world.world_size > 1
 
 
 def logical_state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -28,10 +28,11 @@ from workbench.training.diagnostics.device_use import DeviceMeter
 from workbench.training.diagnostics.memory import PeakMeter, model_memory
 from workbench.training.mean_losses import unlike_a_mean
 from workbench.training.precision import compute_in
+from workbench.training.profiling.rank_profiler import is_simulated
 from workbench.training.runs.job import Job, RankResult, checked_step, seed_draws
 from workbench.training.runs.job_checks import explained
 from workbench.training.runs.layer_times import LayerTimes, is_measured
-from workbench.training.runs.live_run import LiveRun, is_simulated
+from workbench.training.runs.live_run import LiveRun
 from workbench.training.runs.step_metrics import INTERVAL_S, Listener
 from workbench.training.runs.weight_changes import State, WeightHistory, copied_state
 from workbench.transport.traffic import Time, seconds
