@@ -27,11 +27,15 @@ def save(store: Store, path: str) -> None:
     Raises:
         CheckpointError: there are no variables yet, or a rank cannot write.
     """
-    if not store.variables.by_name and store.world.rank == store.devices.by_host[0][0]:
-        raise CheckpointError(
-            f"CheckPoint.save({path!r}): there are 0 variables, for no job has run yet. Variables are made by the "
-            "first call that uses them: save after it."
-        )
+
+    def check() -> None:  # a rank without jobs may have none
+        if not store.variables.by_name and store.world.rank == store.devices.by_host[0][0]:
+            raise CheckpointError(
+                f"CheckPoint.save({path!r}): there are 0 variables, for no job has run yet. Variables are made by the "
+                "first call that uses them: save after it."
+            )
+
+    run_on_all_ranks(check, store.world, f"CheckPoint.save({path!r})")
     parts: dict[str, Any] = {optimizer_part(job): optimizer for job, optimizer in store.optimizers.items()}
     save_parts(path, **parts | {PART: store.variables, _STEPS: store.num_steps})
 
