@@ -25,7 +25,6 @@ from workbench.tensors.leaf_gradients import read_grad
 from workbench.tensors.tensor_state import forget_sum, gradient_state, version_of
 from workbench.tensors.world import World
 from workbench.training.gradients.shard import Shard, shard_of
-from workbench.training.zero.gather_scatter import start_gather
 
 Sums = dict[GlobalTensor, torch.Tensor]
 Finish = Callable[[], Sums]
@@ -254,9 +253,17 @@ def num_bytes(parameter: GlobalTensor) -> int:
 
 
 def _start_gather(bucket: list[tuple[GlobalTensor, Shard]]) -> BoxingWork:
-    spec, wholes, shards = bucket[0][0]._spec, [plain(parameter) for parameter, _ in bucket], [s for _, s in bucket]
-    parts = [slice_region(whole, shard.region) for whole, shard in zip(wholes, shards, strict=True)]
-    return start_gather(shards, parts, _tag(spec.world, spec.term_ranks), into=wholes)
+    spec = bucket[0][0]._spec
+    world, group, wholes = spec.world, spec.term_ranks, [plain(parameter) for parameter, _ in bucket]
+    parts = [slice_region(whole, shard.region) for whole, (_, shard) in zip(wholes, bucket, strict=True)]
+    exchanges = [
+        direct_exchange(shard.spec, shard.whole, part.dtype) for part, (_, shard) in zip(parts, bucket, strict=True)
+    ]
+    header = f"gathering of {len(bucket)} parameters"
+    work = BoxingWork(exchanges, parts, _tag(world, group), header, counts_as="parameters", into=wholes)
+    if world.context.tracer is not None:
+        world.context.tracer.add_reduction(group, wholes, "S -> B", "all-gather", work.sent_bytes, "parameters")
+    return work
 
 
 def _tag(world: World, group: tuple[int, ...]) -> int:

@@ -17,22 +17,19 @@ from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, wr
 from workbench.training.gradients.shard import Shard
 
 
-def start_gather(
-    shards: Sequence[Shard], parts: Sequence[torch.Tensor], tag: int, into: Sequence[torch.Tensor] | None = None
-) -> BoxingWork:
-    """Start to gather shards. New whole local tensors are read-only, because ranks of one host may share their memory.
+def start_gather(shards: Sequence[Shard], parts: Sequence[torch.Tensor], tag: int) -> BoxingWork:
+    """Start to gather shards. The whole local tensors are read-only, because ranks of one host may share their memory.
 
     Args:
         shards: what to gather; this rank holds a part of each.
         parts: this rank's parts, plain tensors.
         tag: of the messages; the same on all ranks of the shards' groups.
-        into: the whole local tensors, if they exist, with this rank's parts in their places.
     """
     exchanges = [
         direct_exchange(shard.spec, shard.whole, part.dtype) for shard, part in zip(shards, parts, strict=True)
     ]
     header = f"gathering of parameters{exchanges[0].world.context.of_batch}"
-    work = BoxingWork(exchanges, parts, tag, header, counts_as="parameters", into=into, shares_memory=True)
+    work = BoxingWork(exchanges, parts, tag, header, counts_as="parameters", shares_memory=True)
     _trace(shards, work, "S -> B", "all-gather", "parameters")
     return work
 
