@@ -57,8 +57,8 @@ def train(rounds: int, steps: int) -> list[list[float]]:
         def _step(self, step: int, batch: Batch) -> None:
             is_watched = _is_watched(step // steps)
             self._listen = engine_shell.publish if is_watched else None
-            self._commands = engine_shell.commands if is_watched else None
-            self._is_heard = is_watched
+            self._commands = engine_shell.commands if is_watched else list
+            self._has_listener = is_watched
             super()._step(step, batch)
 
     generator = torch.Generator().manual_seed(0)
