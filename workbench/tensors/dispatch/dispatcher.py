@@ -179,13 +179,16 @@ def _handler_by_name(func: Any) -> Callable[..., Any] | None:
     name = fold_name(func)
     if name.folded in VALUE_INDEPENDENT:
         _value_independent.add(func)
-    if func in EXACT:
-        exact = EXACT[func]
+    operator = getattr(func, "_overloadpacket", func)  # an overload's name, "add_.Tensor", hides that it writes
+    if operator in EXACT:
+        exact = EXACT[operator]
         return lambda _, args, kwargs: exact(**by_name(exact, args, kwargs))
     if not name.in_place or name.folded not in RULES:
         if name.folded in HANDLERS:
             handler = HANDLERS[name.folded]
-            return lambda _, args, kwargs: handler(func, *(in_order(func, args, kwargs) if kwargs else (args, kwargs)))
+            return lambda _, args, kwargs: handler(
+                operator, *(in_order(func, args, kwargs) if kwargs else (args, kwargs))
+            )
         if name.folded in COMPOSITES and not name.in_place:
             written = COMPOSITES[name.folded]
 

@@ -83,7 +83,9 @@ Registered = TypeVar("Registered", bound=Callable[..., Any])
 RULES: dict[str, RuleFunction] = {}
 COMPOSITES: dict[str, Callable[..., Any]] = {}
 EXACT: dict[Any, Callable[..., Any]] = {}
-"""Composites for one function object, where its name means something else too: ``nn.init.uniform_``."""
+"""Composites for one function object, where its name means something else too: ``nn.init.uniform_``. An operator of
+aten stands for its overloads.
+"""
 HANDLERS: dict[str, Callable[..., Any]] = {}
 FILLERS: dict[str, Callable[..., GlobalTensor]] = {}
 """For ``out=`` of functions that take no tensor, by torch's name: what makes the result in the layout of ``out``."""

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from workbench.core.layout import Layout
 from workbench.core.rules import Signature, signatures
@@ -138,7 +139,7 @@ def _over_space(call: Call) -> Resolution:
 @rule("unfold", "im2col", "fold", "col2im")
 def _patches(call: Call) -> Resolution:
     """Image to columns, and back: linear. Batch may be split, and channels if slices of them are slices of columns."""
-    if call.func is torch.Tensor.unfold:
+    if call.name == "unfold" and call.func is not F.unfold:
         return windows(call)
     is_back = call.name in ("fold", "col2im")
     source, target = call.shapes[0], call.outputs[0][0]

@@ -22,6 +22,7 @@ from workbench.tensors.dispatch.registry import (
     Call,
     Resolution,
     composite,
+    fold_name,
     handler,
     normalize_dims,
     rule,
@@ -189,8 +190,8 @@ def _scatter(call: Call) -> Resolution | None:
 def _with_spare_row(call: Call, spec: Spec, dim: int) -> Callable[..., Any]:
     """Run the function on this rank's rows and a spare row, which receives all entries of other ranks."""
     size, (start, stop) = call.shapes[0][dim], own_rows(spec, dim)
-    function, in_place = call.func, getattr(call.func, "__name__", "").endswith("_")
-    plain = getattr(torch.Tensor, function.__name__[:-1]) if in_place else function
+    in_place = fold_name(call.func).in_place
+    plain = getattr(torch.Tensor, call.name) if in_place else call.func
 
     def write(x: torch.Tensor, _: int, index: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
         if call.name == "index_fill":  # of these functions it alone takes negative numbers

@@ -119,6 +119,8 @@ def _bilinear(call: Call) -> Resolution:
 @rule("tensordot")
 def _tensordot(call: Call) -> Resolution | None:
     dims: Any = call.arg(2, "dims", 2)
+    if (of_second := call.arg(3, "dims_other")) is not None:  # aten has a list for each operand
+        dims = dims, of_second
     if isinstance(dims, torch.Tensor):
         return None
     left, right = (len(shape) for shape in call.shapes)
