@@ -19,10 +19,15 @@ from workbench.kernels.attention_dropout import (
     MAX_WIDTH,
     attention_dropout,
     attention_dropout_backward,
+    backward_of,
+    drop,
+    kept_of,
+    log_sums,
+    weights_of,
+    with_mask,
 )
 from workbench.kernels.flash_attention import flash_attention, flash_attention_backward, for_all_heads, of_groups
 from workbench.kernels.launch import runs_on
-from workbench.kernels.random_slice import fill_random
 
 _ROWS_BYTES = 16 << 20
 """Scores that exist at a time where no flash kernel runs."""
@@ -91,7 +96,10 @@ def attend(
         out, lse = attention_dropout(query, *_for_all_heads(query, key, value), first, *rest)
     else:
         key, value = _for_all_heads(query, key, value)
-        parts = [_attend_rows(scores, keep, value) for scores, keep, _ in _by_rows(query, key, mask, settings)]
+        parts = [
+            (drop(scores.softmax(-1).to(value.dtype), keep, settings.probability) @ value, log_sums(scores))
+            for scores, keep, _ in _by_rows(query, key, mask, settings)
+        ]
         out, lse = (torch.cat(some, 2) for some in zip(*parts, strict=True))
     sees = _rows_that_see(query, key, mask, settings)
     if sees is None:
@@ -121,8 +129,13 @@ def attend_backward(
         first, *rest = _of_kernel(query, key, mask, settings)
         found = attention_dropout_backward(grad, query, key, value, first, out, lse, *rest)
     else:
-        every = _by_rows(query, key, mask, settings, grad, out, lse)
-        parts = [_backward_of_rows(key, value, settings.scale, *rows) for rows in every]
+        parts = [
+            backward_of(
+                of_result, rows, key, value, weights_of(scores, sums, key.dtype), keep, settings.probability,
+                settings.scale, result,
+            )
+            for scores, keep, rows, of_result, result, sums in _by_rows(query, key, mask, settings, grad, out, lse)
+        ]  # fmt: skip
         of_query, of_key, of_value = zip(*parts, strict=True)
         found = torch.cat(of_query, 2), sum(of_key), sum(of_value)
     of_query, of_key, of_value = found
@@ -205,60 +218,26 @@ def _rows_that_see(
 def _by_rows(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, settings: BlockSettings, *others: torch.Tensor
 ) -> Iterator[tuple[Any, ...]]:
-    """For some rows of the query at a time: their scores, what dropout multiplies the weights by, the rows, and those
-    of ``others``.
+    """For some rows of the query at a time: their scores, which of these dropout keeps, the rows, and those of
+    ``others``.
     """
     num_rows, row_bytes = query.shape[2], math.prod(query.shape[:2]) * key.shape[2] * query.element_size()
     count = max(1, _ROWS_BYTES // max(1, row_bytes))
     for start in range(0, num_rows, count):
         rows = slice(start, start + count)
-        part = query[:, :, rows]
-        scores = part @ key.transpose(-2, -1) * settings.scale
-        if settings.causal_from is not None:
-            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device)
-            scores.masked_fill_(~seen.tril_(settings.causal_from + start), -math.inf)
-        if mask is not None:
-            own = _rows_of(mask, rows)
-            if settings.peaks is not None:
-                scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + own
-                scores -= _rows_of(settings.peaks, rows)  # after the sum, which rounds as one device does
-            else:
-                scores = scores.masked_fill(~own, -math.inf) if own.dtype == torch.bool else scores + own
+        part, own = query[:, :, rows], None if mask is None else _rows_of(mask, rows)
+        if settings.peaks is not None and own is not None:
+            own = own.to(torch.promote_types(own.dtype, torch.float32))
+        causal_from = None if settings.causal_from is None else settings.causal_from + start
+        scores = with_mask(part @ key.transpose(-2, -1) * settings.scale, own, causal_from)
+        if settings.peaks is not None:
+            scores -= _rows_of(settings.peaks, rows)  # after the sum, which rounds as one device does
         keep = None
         if settings.probability:
-            keep = torch.empty(scores.shape, dtype=torch.bool, device=query.device)
-            first = settings.first + start * settings.strides[-2]
-            given = "bernoulli", settings.seed, first, list(settings.strides), 1.0 - settings.probability, 0.0
-            fill_random(keep, *given)
-            gain = 0.0 if settings.probability == 1.0 else 1.0 / (1.0 - settings.probability)
-            keep = keep.to(query.dtype).mul_(gain)
+            place = settings.seed, settings.first + start * settings.strides[-2], list(settings.strides)
+            keep = kept_of(scores.shape, scores.device, settings.probability, *place)
         yield scores, keep, part, *(x[:, :, rows] for x in others)
 
 
 def _rows_of(mask: torch.Tensor, rows: slice) -> torch.Tensor:
     return mask[..., rows, :] if mask.shape[-2] > 1 else mask
-
-
-def _attend_rows(
-    scores: torch.Tensor, keep: torch.Tensor | None, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    lse = scores.to(wide).logsumexp(-1)
-    finite = lse.masked_fill(lse == -math.inf, 0.0)
-    weights = (scores.to(wide) - finite.unsqueeze(-1)).exp_().to(value.dtype)
-    return (weights if keep is None else weights * keep) @ value, lse
-
-
-def _backward_of_rows(
-    key: torch.Tensor, value: torch.Tensor, scale: float, scores: torch.Tensor, keep: torch.Tensor | None,
-    query: torch.Tensor, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """``weights * (gradient of the weights - sum(grad * out))`` is the gradient of the scores."""
-    weights = (scores.to(lse.dtype) - lse.unsqueeze(-1)).exp_().to(key.dtype)
-    of_weights = grad @ value.transpose(-2, -1)
-    kept = weights
-    if keep is not None:
-        of_weights, kept = of_weights * keep, weights * keep
-    product = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True).to(key.dtype)
-    of_scores = weights * (of_weights - product) * scale
-    return of_scores @ key, of_scores.transpose(-2, -1) @ query, kept.transpose(-2, -1) @ grad

@@ -51,7 +51,7 @@ def attention_dropout(
         strides: row-major strides of the logical scores.
 
     Returns:
-        (batch, heads, rows, width of the values), and 32 bits (batch, heads, rows).
+        (batch, heads, rows, width of the values), and 32 bits (for float64: 64) (batch, heads, rows).
     """
     settings = scale, causal_from, probability, seed, first, strides
     if can_launch(query):
@@ -64,7 +64,8 @@ def attention_dropout(
 @attention_dropout.register_fake
 def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     rows = query.shape[:-1]
-    return query.new_empty(*rows, value.shape[-1]), query.new_empty(rows, dtype=torch.float32)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(*rows, value.shape[-1]), query.new_empty(rows, dtype=wide)
 
 
 @torch.library.custom_op("workbench::attention_dropout_backward", mutates_args=())
@@ -119,56 +120,80 @@ attention_dropout.register_autograd(_differentiate, setup_context=_save)
 
 
 def attention_dropout_reference(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *settings: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float,
+    causal_from: int | None, probability: float, *place: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """``attention_dropout`` in torch."""
-    weights, kept, lse = _weights(query, key, mask, *settings)
-    return weights.mul(kept) @ value, lse
+    scores = with_mask(query @ key.transpose(-2, -1) * scale, mask, causal_from)
+    keep = kept_of(scores.shape, scores.device, probability, *place)
+    weights, lse = torch._safe_softmax(scores, -1).to(value.dtype), log_sums(scores.detach())
+    return drop(weights, keep, probability) @ value, lse.masked_fill(lse == -math.inf, 0.0)
 
 
 def attention_dropout_backward_reference(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    *settings: Any,
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+    scale: float, causal_from: int | None, probability: float, *place: Any,
     of_all_keys: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> Tensors:
+) -> Tensors:  # fmt: skip
     """``attention_dropout_backward`` in torch. Without ``of_all_keys``, its ``out`` and ``lse``, these are all keys."""
-    weights, kept, lse = _weights(query, key, mask, scale, *settings)
-    of_weights = grad @ value.transpose(-2, -1) * kept
-    product = (of_weights * weights).sum(-1, keepdim=True)
-    if of_all_keys is not None:
-        out, lse_of_all = of_all_keys
-        share = (lse - lse_of_all).exp().to(weights.dtype).unsqueeze(-1)
-        weights = (weights * share).masked_fill(weights == 0, 0.0)  # also of rows that see none of these keys
-        product = (grad * out).sum(-1, keepdim=True)
-    of_scores = weights * (of_weights - product) * scale
-    return of_scores @ key, of_scores.transpose(-2, -1) @ query, (weights * kept).transpose(-2, -1) @ grad
+    scores = with_mask(query @ key.transpose(-2, -1) * scale, mask, causal_from)
+    keep = kept_of(scores.shape, scores.device, probability, *place)
+    if of_all_keys is None:
+        weights = torch._safe_softmax(scores, -1).to(value.dtype)
+        return backward_of(
+            grad, query, key, value, weights, keep, probability, scale, drop(weights, keep, probability) @ value
+        )
+    out, lse = of_all_keys
+    return backward_of(grad, query, key, value, weights_of(scores, lse, key.dtype), keep, probability, scale, out)
 
 
-def _weights(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    causal_from: int | None,
-    probability: float,
-    seed: int,
-    first: int,
-    strides: Sequence[int],
-) -> Tensors:
-    """The softmax, what dropout multiplies it by, and the log of the sum of exponentials."""
-    scores = query @ key.transpose(-2, -1) * scale
+# ---- the formula, which attention in blocks computes too ------------------------------------------------------------
+
+
+def with_mask(scores: torch.Tensor, mask: torch.Tensor | None, causal_from: int | None) -> torch.Tensor:
+    """Scores with the addends of a mask; minus infinity where a row does not see a key."""
     if causal_from is not None:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(causal_from)
-        scores = scores.masked_fill(~visible, -math.inf)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    keep = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(causal_from)
+        scores = scores.masked_fill(~seen, -math.inf)
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+
+
+def kept_of(
+    shape: Sequence[int], device: torch.device, probability: float, seed: int, first: int, strides: Sequence[int]
+) -> torch.Tensor:
+    """Which scores dropout keeps."""
+    keep = torch.empty(shape, dtype=torch.bool, device=device)
     fill_random(keep, "bernoulli", seed, first, strides, 1.0 - probability, 0.0)
-    gain = 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)
-    lse = scores.detach().float().logsumexp(-1)
-    return torch._safe_softmax(scores, -1), keep.to(scores.dtype) * gain, lse.masked_fill(lse == -math.inf, 0.0)
+    return keep
+
+
+def drop(weights: torch.Tensor, keep: torch.Tensor | None, probability: float) -> torch.Tensor:
+    """Weights, or their gradient, behind dropout. Without ``keep``, all stay."""
+    if keep is None:
+        return weights
+    return weights * keep * (0.0 if probability == 1.0 else 1.0 / (1.0 - probability))
+
+
+def log_sums(scores: torch.Tensor) -> torch.Tensor:
+    """The log of the sum of exponentials of each row, in at least 32 bits."""
+    return scores.to(torch.promote_types(scores.dtype, torch.float32)).logsumexp(-1)
+
+
+def weights_of(scores: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weights of some keys; ``lse`` is of all keys, and finite."""
+    return (scores.to(lse.dtype) - lse.unsqueeze(-1)).exp_().to(dtype)
+
+
+def backward_of(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, weights: torch.Tensor,
+    keep: torch.Tensor | None, probability: float, scale: float, out: torch.Tensor,
+) -> Tensors:  # fmt: skip
+    """Gradients of query, key and value; ``out`` is of all keys."""
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    of_weights = drop(grad @ value.transpose(-2, -1), keep, probability)
+    product = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True).to(weights.dtype)
+    of_scores = weights * (of_weights - product) * scale
+    of_value = drop(weights, keep, probability).transpose(-2, -1) @ grad
+    return of_scores @ key, of_scores.transpose(-2, -1) @ query, of_value

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from workbench.core.layout import Region, Shape
-from workbench.kernels.attention_dropout import DTYPES, MAX_WIDTH, attention_dropout
+from workbench.kernels.attention_dropout import DTYPES, MAX_WIDTH, attention_dropout, drop, kept_of, with_mask
 from workbench.kernels.launch import runs_on
-from workbench.kernels.random_slice import dropout_slice, fill_random
 from workbench.tensors import random
 from workbench.tensors.autocast import cast_for_product
 from workbench.tensors.global_tensor import local_torch
@@ -63,34 +62,22 @@ def scaled_dot_product_attention(
         return _by_kernel(batch, query, key, value, attn_mask, *settings)
     query = query * scale
 
-    def draw(start: int, num: int) -> torch.Tensor | None:
-        if runs_on(query.device):
-            return None  # drawn where it is used, also in backward
-        keep = torch.empty((*batch, num, num_keys), dtype=torch.bool, device=query.device)
-        fill_random(keep, "bernoulli", seed.key, first + start * strides[-2], strides, 1.0 - dropout_p, 0.0)
-        return keep
+    def draw(start: int, num: int) -> torch.Tensor:
+        place = seed.key, first + start * strides[-2], strides
+        return kept_of((*batch, num, num_keys), query.device, dropout_p, *place)
 
     def attend(
         start: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, keep: torch.Tensor | None
     ) -> torch.Tensor:
-        scores = query @ key.transpose(-2, -1)
-        if is_causal:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(region[-2][0] + start)
-        if mask is not None:
-            is_added = mask.dtype != torch.bool
-            scores = scores + mask if is_added else scores.masked_fill(mask.logical_not(), -math.inf)
-        sees_any = is_causal or mask is None  # other rows have zeros
-        weights = scores.softmax(-1) if sees_any else torch._safe_softmax(scores, -1)
-        if keep is None:
-            weights = dropout_slice(weights, seed.key, first + start * strides[-2], strides, dropout_p)
-        else:
-            weights = weights * keep * (0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p))
-        return weights @ value
+        scores = with_mask(query @ key.transpose(-2, -1), mask, region[-2][0] + start if is_causal else None)
+        weights = scores.softmax(-1) if mask is None else torch._safe_softmax(scores, -1)  # a row may see no key
+        return drop(weights, draw(start, query.shape[-2]) if keep is None else keep, dropout_p) @ value
 
     block = max(1, _block_bytes(query.device) // max(1, math.prod(batch) * num_keys * query.element_size()))
     if block >= num_rows:
         return attend(0, query, key, value, attn_mask, draw(0, num_rows))
-    result: torch.Tensor = _InBlocks.apply(attend, draw, block, query, key, value, attn_mask)
+    draw_early = (lambda *_: None) if runs_on(query.device) else draw  # a GPU draws again in backward
+    result: torch.Tensor = _InBlocks.apply(attend, draw_early, block, query, key, value, attn_mask)
     return result
 
 
