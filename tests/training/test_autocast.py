@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import workbench as wb
 from tests.tensors.dispatch.against_one_device import DATA
+from workbench.tensors.dispatch import planning
 from workbench.tensors.dispatch.dispatcher import FallbackWarning
 from workbench.testing import run_ranks
 
@@ -58,6 +59,59 @@ def test_dtypes_and_numbers(sbps):
             torch.testing.assert_close(
                 found, want.detach().float(), rtol=3e-2, atol=0.1, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+HALVES = torch.randn(6, 4, generator=torch.Generator().manual_seed(7)).bfloat16()
+OVER_SPLIT_DIMS = {
+    "softmax": lambda x, y: x.softmax(1),
+    "log_softmax": lambda x, y: F.log_softmax(x, 1),
+    "logsumexp": lambda x, y: x.logsumexp(1),
+    "layer_norm": lambda x, y: F.layer_norm(x, (4,), y[0], y[1]),
+    "rms_norm": lambda x, y: F.rms_norm(x, (4,), y[0]),
+    "vector_norm": lambda x, y: torch.linalg.vector_norm(x, 2, 1),
+    "dist": lambda x, y: torch.dist(x, y),
+    "cosine_similarity": lambda x, y: F.cosine_similarity(x, y, 1),
+    "prod": lambda x, y: x.prod(1),
+    "cosine_embedding_loss": lambda x, y: F.cosine_embedding_loss(x, y, torch.ones(6), reduction="none"),
+    "triplet_margin_loss": lambda x, y: F.triplet_margin_loss(x, y, x * 2, reduction="none"),
+}
+
+
+def split_columns(whole):
+    return wb.to_global(whole, wb.placement("cpu", ranks=[0, 1]), "B").to_global(sbp="S(1)")
+
+
+@pytest.mark.parametrize("name", OVER_SPLIT_DIMS)
+def test_functions_over_a_split_dim_have_the_dtype_of_one_device(name):
+    def program():
+        with torch.autocast("cpu", torch.bfloat16):
+            found = OVER_SPLIT_DIMS[name](split_columns(HALVES), split_columns(HALVES.flip(0)))
+            expected = OVER_SPLIT_DIMS[name](HALVES, HALVES.flip(0))
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found.full_tensor(), expected, rtol=3e-2, atol=3e-2)
+
+    run_ranks(program, 3)
+
+
+@pytest.mark.parametrize("name", OVER_SPLIT_DIMS)
+def test_functions_over_a_split_dim_compute_in_32_bits_where_torch_does(name, monkeypatch):
+    """As on a GPU. Here, a substitute says that autocast gives 32 bits."""
+
+    def infer(func, args, kwargs):
+        infos, *rest = torchs(func, args, kwargs)
+        is_cast = bool(planning.autocast_state())
+        wide = [(shape, torch.float32 if is_cast and d == torch.bfloat16 else d, link) for shape, d, link in infos]
+        return wide, *rest
+
+    def program():
+        with torch.autocast("cpu", torch.bfloat16):
+            found = OVER_SPLIT_DIMS[name](split_columns(HALVES), split_columns(HALVES.flip(0)))
+        torch.testing.assert_close(found.full_tensor(), expected)
+
+    expected = OVER_SPLIT_DIMS[name](HALVES.float(), HALVES.flip(0).float())
+    torchs = planning._inferred_or_none
+    monkeypatch.setattr(planning, "_inferred_or_none", infer)
+    run_ranks(program, 3)
 
 
 class Halved(torch.autograd.Function):

@@ -164,6 +164,19 @@ def check_as_torch(func: Any, *args: Any, **kwargs: Any) -> None:
     _inferred_or_none(func, args, kwargs)
 
 
+def as_autocast_gives(x: Any, func: Any, *args: Any) -> Any:
+    """``x``, an operand of 16 bits, in the dtype in which autocast computes the call ``func(*args)``.
+
+    CPUs and GPUs compute other functions in 32 bits, so torch says it: the result has that dtype. ``x`` of another
+    dtype stays unchanged, and so does any without autocast.
+    """
+    if not torch._C._is_any_autocast_enabled() or x.dtype not in (torch.bfloat16, torch.float16):
+        return x
+    known = _inferred_or_none(func, args, {})
+    dtype = x.dtype if known is None else known[0][0][1]
+    return x.to(dtype) if dtype.is_floating_point else x
+
+
 def _metadata(value: Any) -> Any:
     """All of an argument that shapes and dtypes of results depend on; a TypeError where that is not known."""
     kind = type(value)

@@ -17,6 +17,7 @@ from workbench.core.sbp import Split, broadcast
 from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.dispatcher import call_by_plan
 from workbench.tensors.dispatch.local_call import local_call
+from workbench.tensors.dispatch.planning import as_autocast_gives
 from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.rules.reduction.two_stage import splits
@@ -104,6 +105,7 @@ def _register(name: str, written: Callable[..., Any] | None = None) -> None:
 def _cosine_embedding_rows(input1: Any, input2: Any, target: Any, margin: float = 0) -> Any:
     if not any(splits(x, [x.dim() - 1]) for x in (input1, input2)):
         return None
+    input1, input2 = (as_autocast_gives(x, F.cosine_embedding_loss, input1, input2, target) for x in (input1, input2))
     tiny = 1e-12
     product, first, second = (x.sum(-1) for x in (input1 * input2, input1 * input1, input2 * input2))
     cosine = product / ((first + tiny) * (second + tiny)).sqrt()
@@ -116,6 +118,8 @@ def _triplet_margin_rows(
 ) -> Any:
     if not any(splits(x, [x.dim() - 1]) for x in (anchor, positive, negative)):
         return None
+    given = anchor, positive, negative
+    anchor, positive, negative = (as_autocast_gives(x, F.triplet_margin_loss, *given) for x in given)
     near, far = F.pairwise_distance(anchor, positive, p, eps), F.pairwise_distance(anchor, negative, p, eps)
     if swap:
         far = torch.minimum(far, F.pairwise_distance(positive, negative, p, eps))

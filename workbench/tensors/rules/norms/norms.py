@@ -18,6 +18,7 @@ from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast
 from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.local_call import local_call, sum_terms
+from workbench.tensors.dispatch.planning import as_autocast_gives
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, normalize_dims, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.rules.norms.batch_norm import fit_channels, global_input, move_running
@@ -95,7 +96,7 @@ def layer_norm(
     dims = _normalized_dims(input, normalized_shape, weight, bias)
     if dims is None:
         return NotImplemented
-    x = sum_terms(input)
+    x = sum_terms(as_autocast_gives(input, F.layer_norm, input, normalized_shape, weight, bias))
     mean, variance = moments(x, dims)
     return _apply(x, [mean, variance], weight, bias, lambda t, m, v: (t - m) * torch.rsqrt(v + eps), "layer_norm")
 
@@ -106,7 +107,7 @@ def rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, ep
     dims = _normalized_dims(input, normalized_shape, weight)
     if dims is None:
         return NotImplemented
-    x = sum_terms(input)
+    x = sum_terms(as_autocast_gives(input, F.rms_norm, input, normalized_shape, weight))
     count = math.prod(normalized_shape)
     wide = accumulation_dtype(x.dtype)
     tiny = torch.finfo(wide).eps if eps is None else eps

@@ -15,7 +15,7 @@ import torch
 from workbench.core.rules import Signature
 from workbench.core.sbp import Split, broadcast, partial_sum
 from workbench.tensors.dispatch.local_call import sum_terms
-from workbench.tensors.dispatch.planning import check_as_torch
+from workbench.tensors.dispatch.planning import as_autocast_gives, check_as_torch
 from workbench.tensors.dispatch.registry import (
     Call,
     LocalFunction,
@@ -218,7 +218,7 @@ def _in_two_stages(name: str, function: Callable[..., torch.Tensor]) -> None:
         dims = normalize_dims(dim, len(input._spec.shape))
         if not splits(input, dims):
             return NotImplemented
-        x = sum_terms(input)
+        x = sum_terms(as_autocast_gives(input, getattr(torch, name), input))
         stages = stages_of(x, dims)
         dtype = function(torch.empty([1] * max(1, len(dims)), dtype=x.dtype), [0], **options).dtype
         return two_stages(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from workbench.tensors.dispatch.local_call import local_call, sum_terms
+from workbench.tensors.dispatch.planning import as_autocast_gives
 from workbench.tensors.dispatch.registry import composite, normalize_dims
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.rules.reduction.extrema import extremum
@@ -31,7 +32,7 @@ def logsumexp(input: Any, dim: Any = None, keepdim: bool = False, *, out: Any = 
     dims = normalize_dims(dim, len(input._spec.shape))
     if not splits(input, dims) or 0 in input._spec.shape or input.is_complex():
         return NotImplemented
-    x = sum_terms(input)
+    x = sum_terms(as_autocast_gives(input, torch.logsumexp, input, dim))
     if not x.is_floating_point():
         x = sum_terms(x.to(torch.get_default_dtype()))
     stages, dtype = stages_of(x, dims), x.dtype
@@ -58,9 +59,10 @@ def _softmax(
     if not splits(input, dims) or 0 in input._spec.shape:
         return NotImplemented
     dtype = next((option for option in (*rest, dtype) if isinstance(option, torch.dtype)), None)
-    x = sum_terms(input if dtype is None else input.to(dtype))
+    function: Any = torch.log_softmax if logarithm else torch.softmax
+    x = sum_terms(as_autocast_gives(input, function, input, dim) if dtype is None else input.to(dtype))
     if not x.is_floating_point():
-        (torch.log_softmax if logarithm else torch.softmax)(torch.zeros(1, dtype=x.dtype), 0)  # torch's error
+        function(torch.zeros(1, dtype=x.dtype), 0)  # torch's error
     stages, out_dtype = stages_of(x, dims), x.dtype
     wide = accumulation_dtype(out_dtype)
     peak = sum_terms(extremum(x, dims, True, largest=True), "softmax")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from workbench.tensors.dispatch.local_call import sum_terms
-from workbench.tensors.dispatch.planning import check_as_torch
+from workbench.tensors.dispatch.planning import as_autocast_gives, check_as_torch
 from workbench.tensors.dispatch.registry import (
     Call,
     Resolution,
@@ -36,7 +36,8 @@ def vector_norm(
     if not splits(x, dims) or 0 in shape or not (x.is_floating_point() or x.is_complex()):
         return NotImplemented
     check_as_torch(torch.linalg.vector_norm, x, ord, dim, keepdim, dtype=dtype)
-    x = sum_terms(x if dtype is None else x.to(dtype))
+    given = as_autocast_gives(x, torch.linalg.vector_norm, x, ord, dim) if dtype is None else x.to(dtype)
+    x = sum_terms(given)
     if math.isinf(ord):
         size = x.abs()
         return size.amax(dims, keepdim=keepdim) if ord > 0 else size.amin(dims, keepdim=keepdim)
@@ -116,7 +117,8 @@ def norm_except_dim(v: Any, pow: int = 2, dim: int = 0) -> Any:
 @composite("dist")
 def dist(input: Any, other: Any, p: float = 2) -> Any:
     """Norm of the difference."""
-    return torch.linalg.vector_norm(input - other, p)
+    first, second = (as_autocast_gives(x, torch.dist, input, other, p) for x in (input, other))
+    return torch.linalg.vector_norm(first - second, p)
 
 
 @composite("normalize")
@@ -146,6 +148,7 @@ def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
         common = torch.broadcast_shapes(x1.shape, x2.shape)
         x1, x2 = x1.expand(common), x2.expand(common)
     check_as_torch(F.cosine_similarity, x1, x2, dim, eps)
+    x1, x2 = (as_autocast_gives(x, F.cosine_similarity, x1, x2, dim, eps) for x in (x1, x2))
     dtype = torch.promote_types(x1.dtype, x2.dtype)
     first, second = (_unit(x if x.is_floating_point() else x.to(dtype), along, eps) for x in (x1, x2))
     return (first * second).sum(along)
