@@ -76,7 +76,7 @@ def scaled_dot_product_attention(
     block = max(1, _block_bytes(query.device) // max(1, math.prod(batch) * num_keys * query.element_size()))
     if block >= num_rows:
         return attend(0, query, key, value, attn_mask, draw(0, num_rows))
-    draw_early = (lambda *_: None) if runs_on(query.device) else draw  # a GPU draws again in backward
+    draw_early: Any = (lambda *_: None) if runs_on(query.device) else draw  # a GPU draws again in backward
     result: torch.Tensor = _InBlocks.apply(attend, draw_early, block, query, key, value, attn_mask)
     return result
 
