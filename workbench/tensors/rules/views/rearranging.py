@@ -216,14 +216,11 @@ def _sample_grid(call: Call) -> Resolution:
 @composite("meshgrid")
 def meshgrid(*tensors: Any, indexing: str | None = None) -> Any:
     """Grids of coordinates: each vector along its own dim, expanded over the dims of the others."""
-    listed = list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else list(tensors)
-    if any(tensor.dim() > 1 for tensor in listed) or indexing not in (None, "ij", "xy"):
+    given = listed(tensors)
+    if any(t.dim() > 1 for t in given) or indexing not in (None, "ij", "xy"):
         return NotImplemented
-    shape = [tensor.numel() for tensor in listed]
-    grids = []
-    for dim, tensor in enumerate(listed):
-        row = tensor.reshape([-1 if other == dim else 1 for other in range(len(shape))])
-        grids.append(row.expand(shape))
+    shape = [t.numel() for t in given]
+    grids = [t.reshape([-1 if d == k else 1 for d in range(len(shape))]).expand(shape) for k, t in enumerate(given)]
     if indexing == "xy" and len(grids) > 1:
         grids = [grid.transpose(0, 1) for grid in grids]
     return tuple(grids)
