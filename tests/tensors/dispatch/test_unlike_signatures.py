@@ -63,6 +63,7 @@ CALLS = {
         lambda x, s: aten.fractional_max_pool2d(x, [2, 2], [2, 2], s)[0],
         (random(4, 2, 6, 6), random(4, 2, 2)),
     ),
+    "aten.add.out": (lambda x, y: aten.add.out(x, y, out=torch.empty_like(x)), (random(6, 3), random(6, 3))),
     "aten.bernoulli_": (lambda x: (aten.bernoulli_.float(x, 1.0), x)[1], (random(6, 3),)),
     "aten.dropout_": (lambda x: (aten.dropout_.default(x, 1.0, True), x)[1], (random(6, 3),)),
     "aten.index_add_": (lambda x, y: (aten.index_add_.default(x, 0, LABELS, y), x)[1], (random(6, 4), random(6, 4))),

@@ -26,6 +26,7 @@ def call_with_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             dtype that the result cannot be cast to.
         RuntimeError: an operand requires a gradient, as in torch.
     """
+    func = getattr(func, "_overloadpacket", func)  # the overload "add.out" has no call without out
     rest = {name: value for name, value in kwargs.items() if name != "out"}
     out = kwargs["out"]
     targets = list(out) if isinstance(out, (tuple, list)) else [out]
