@@ -62,6 +62,7 @@ def test_dtypes_and_numbers(sbps):
 
 
 HALVES = torch.randn(6, 4, generator=torch.Generator().manual_seed(7)).bfloat16()
+CLASSES = torch.tensor([0, 3, 1, 2, 3, 0])
 OVER_SPLIT_DIMS = {
     "softmax": lambda x, y: x.softmax(1),
     "log_softmax": lambda x, y: F.log_softmax(x, 1),
@@ -72,6 +73,8 @@ OVER_SPLIT_DIMS = {
     "dist": lambda x, y: torch.dist(x, y),
     "cosine_similarity": lambda x, y: F.cosine_similarity(x, y, 1),
     "prod": lambda x, y: x.prod(1),
+    "cross_entropy": lambda x, y: F.cross_entropy(x, CLASSES),
+    "cross_entropy of 64 bits": lambda x, y: F.cross_entropy(x.double(), CLASSES),
     "cosine_embedding_loss": lambda x, y: F.cosine_embedding_loss(x, y, torch.ones(6), reduction="none"),
     "triplet_margin_loss": lambda x, y: F.triplet_margin_loss(x, y, x * 2, reduction="none"),
 }

@@ -23,6 +23,7 @@ from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.dispatch.dispatcher import call_by_plan, decompose
 from workbench.tensors.dispatch.local_call import Out, can_read, local_call, on_shards, scale_terms, sum_terms
 from workbench.tensors.dispatch.placeholder_calls import placeholder_outputs
+from workbench.tensors.dispatch.planning import as_autocast_gives
 from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
 from workbench.tensors.rules.reduction.extrema import extremum
@@ -166,8 +167,7 @@ def _loss(
     is_cast = torch.is_autocast_enabled(scores._spec.world.autocast_type)  # autocast computes losses in 32 bits
     is_wide = reduction == "mean" and scores.dtype in LOW_PRECISION and not is_cast  # 16 bits hold no sum or count
     if splits(scores, [class_dim]):
-        if is_cast:
-            scores = scores.float()
+        scores = as_autocast_gives(scores, function, scores, target)
         by: Callable[..., GlobalTensor]
         if function is F.nll_loss:
             by = _rows_of_likelihoods
