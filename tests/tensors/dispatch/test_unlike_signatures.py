@@ -58,6 +58,7 @@ CALLS = {
     ),
     "aten.tensordot": (lambda x, y: aten.tensordot(x, y, [0], [1]), (random(6, 4), random(3, 6))),
     "aten.tensordot of two dims": (lambda x, y: aten.tensordot(x, y, [0, 1], [0, 1]), (random(6, 4), random(6, 4))),
+    "aten.cdist": (lambda x, y: aten.cdist(x, y, 2.0, 1) + aten.cdist(x, y, 2.0, None), (random(6, 3), random(5, 3))),
     "aten.unfold": (lambda x: aten.unfold(x, 1, 2, 1), (random(6, 3, 4),)),
     "aten.fractional_max_pool2d": (
         lambda x, s: aten.fractional_max_pool2d(x, [2, 2], [2, 2], s)[0],

@@ -40,8 +40,7 @@ def plain_operand_text(func: Callable[..., Any], args: Any, kwargs: Any, tensor:
 
 
 def check_plan(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Under ``wb.debug.explicit_boxing()``: refuse a plan that communicates, naming all the arguments that would "
-    "move."""
+    """Under ``wb.debug.explicit_boxing()``: refuse a plan that communicates, naming all arguments that would move."""
     operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor)]
     needs = [
         Need(argument_text(func, args, kwargs, operand), operand, target)

@@ -238,12 +238,17 @@ def matrix_power(input: Any, n: int, *, out: Any = None) -> Any:
     return input.clone() if result is input else result
 
 
+_CDIST_MODES = ("use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist")
+"""In the order of the numbers that aten has for them."""
+
+
 @rule("cdist")
 def _cdist(call: Call) -> Resolution:
     """Distances between rows. The logical number of rows selects one of two algorithms."""
     rows = max(call.shapes[0][-2], call.shapes[1][-2])
-    mode = call.arg(3, "compute_mode", "use_mm_for_euclid_dist_if_necessary")
-    if mode == "use_mm_for_euclid_dist_if_necessary":
+    mode = call.arg(3, "compute_mode")
+    mode = mode if isinstance(mode, str) else _CDIST_MODES[mode or 0]
+    if mode == _CDIST_MODES[0]:
         mode = f"{'' if rows > 25 else 'donot_'}use_mm_for_euclid_dist"
 
     def distances(x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: Any = None) -> torch.Tensor:
