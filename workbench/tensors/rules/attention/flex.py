@@ -74,8 +74,8 @@ def flex_attention(
                 found = [query.new_zeros(spec.local_shape, dtype=wide) + nothing for spec in specs]
                 found[0] = found[0].to(query.dtype)
         else:
-            mask = _cut(block_mask, shape, region, _shifted(mask_mod, region, 0))
-            found = _call(*shards[:3], _shifted(score_mod, region, 1), mask, scale, kernel_options)
+            mask = _cut(block_mask, shape, region, _shifted(mask_mod, region))
+            found = _call(*shards[:3], _shifted(score_mod, region), mask, scale, kernel_options)
     out: Any
     pairs = zip(found, specs, strict=True)
     out, *others = (
@@ -121,12 +121,11 @@ def _as_given(given: Layout, split: Layout) -> Layout:
     return given.with_sbp(sbp)
 
 
-def _shifted(function: Callable[..., Any], region: Region, num_values: int) -> Callable[..., Any]:
-    """``function`` of logical positions, for positions in a region; ``num_values`` arguments come before these."""
-    shifts = [start for start, _ in region[:3]]
-    if not any(shifts):
+def _shifted(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
+    """``function`` of logical positions, for positions in a region."""
+    first, second, third = (start for start, _ in region[:3])
+    if not (first or second or third):
         return function
-    first, second, third = shifts
 
     def shifted(*args: Any) -> Any:
         *values, sample, head, row, column = args
