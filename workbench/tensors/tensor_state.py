@@ -8,6 +8,7 @@ does not use. No other module adds one.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -373,6 +374,16 @@ def new_placeholder(shape: Shape, dtype: torch.dtype, device: torch.device) -> t
     if _num_modes() or torch.is_inference_mode_enabled():  # modes must see a creation function
         return spread_zero(shape, dtype, device)
     return _data(_zero(tuple(shape), dtype, device))  # not detach(), which would share the count of writes
+
+
+def applying(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` without torch's look at each argument, which only function transforms need."""
+    in_c: Callable[..., Any] = super(torch.autograd.Function, function).apply
+
+    def apply(*args: Any) -> Any:
+        return (function.apply if torch._C._are_functorch_transforms_active() else in_c)(*args)
+
+    return apply
 
 
 def spread_zero(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -28,7 +28,7 @@ from workbench.tensors.global_tensor import (
     wrap,
 )
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
-from workbench.tensors.tensor_state import spread_zero, version_of
+from workbench.tensors.tensor_state import applying, spread_zero, version_of
 
 
 def box(tensor: GlobalTensor, layout: Layout, function: str = "") -> GlobalTensor:
@@ -236,13 +236,7 @@ class Box(torch.autograd.Function):
         return (None if is_lost else result), None, None, None, None
 
 
-_apply_in_c = super(torch.autograd.Function, Box).apply
-
-
-def _apply_box(*args: Any) -> torch.Tensor:
-    """``Box.apply`` without its check of the arguments, which only function transforms need."""
-    made: torch.Tensor = (Box.apply if torch._C._are_functorch_transforms_active() else _apply_in_c)(*args)
-    return made
+_apply_box = applying(Box)
 
 
 def box_gradient(grad: torch.Tensor, incoming: Spec, outgoing: Spec, tag: int, site: Any = None) -> torch.Tensor:
@@ -254,5 +248,6 @@ def box_gradient(grad: torch.Tensor, incoming: Spec, outgoing: Spec, tag: int, s
     if tracer is not None:
         tracer.add(site or tracer.site(), "backward", plan_of(incoming, outgoing, grad), grad.dtype)
     if torch.is_grad_enabled():
-        return _apply_box(grad, incoming, outgoing, tag, site)
+        made: torch.Tensor = _apply_box(grad, incoming, outgoing, tag, site)
+        return made
     return exchange_between(incoming, outgoing, grad.dtype).run(grad, tag)

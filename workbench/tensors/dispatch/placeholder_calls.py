@@ -22,7 +22,7 @@ from workbench.tensors.fake_mode import fake_mode
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, wrap
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
-from workbench.tensors.tensor_state import count_write
+from workbench.tensors.tensor_state import applying, count_write
 
 TENSOR = object()
 """Marks a tensor among the leaves of a result."""
@@ -203,12 +203,7 @@ class _Placeholder(torch.autograd.Function):
         return None, None, None, *found
 
 
-_apply_in_c = super(torch.autograd.Function, _Placeholder).apply
-
-
-def _apply_placeholder(*args: Any) -> Any:
-    """``_Placeholder.apply`` without its check of every parameter, which only function transforms need."""
-    return (_Placeholder.apply if torch._C._are_functorch_transforms_active() else _apply_in_c)(*args)
+_apply_placeholder = applying(_Placeholder)
 
 
 class _PlaceholderWrite(torch.autograd.Function):

@@ -35,7 +35,7 @@ from workbench.tensors.dispatch.registry import Call, Resolution, composite, rul
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
 from workbench.tensors.rules.reduction.two_stage import needs_grad
 from workbench.tensors.rules.reduction.variance import accumulation_dtype
-from workbench.tensors.tensor_state import new_placeholder, spread_zero
+from workbench.tensors.tensor_state import applying, new_placeholder, spread_zero
 
 
 @rule("batch_norm")
@@ -237,13 +237,7 @@ def _in(weight: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     return None if weight is None else weight.to(dtype)
 
 
-_apply_in_c = super(torch.autograd.Function, _BatchNorm).apply
-
-
-def _apply(*args: Any) -> torch.Tensor:
-    """``_BatchNorm.apply`` without torch's search of its arguments, which does nothing if no transform is active."""
-    made: torch.Tensor = (_BatchNorm.apply if torch._C._are_functorch_transforms_active() else _apply_in_c)(*args)
-    return made
+_apply = applying(_BatchNorm)
 
 
 def _gradients(
