@@ -65,7 +65,7 @@ def test_the_planner_prices_no_layers_below_own_parameters(monkeypatch: pytest.M
     facts = Facts(8, [LayerExtents()] * len(layers))
     part = StrategyEditor(layers, 2, None, facts, Predictor(None, 8), title="", on_run=lambda: None)
     asked: list[str] = []
-    monkeypatch.setattr(part.planner, "show", lambda strategy, num_ranks, layer: asked.append(layer))
+    monkeypatch.setattr(part.planner, "html", lambda strategy, num_ranks, layer: asked.append(layer) or "")
     part._on_event({"event": "fold", "rows": ["blocks.[0-3]"]})
     shown = {row.node.label: row.node for row in part.state.rows}
     for label in ("stem", "stem.fc", "(own)", "fc", "head"):

@@ -116,15 +116,6 @@ def test_degrees_micro_batches_and_schedule(panel: Panel):
     assert "= 4 ranks, but there are 2" in controls.sum.value and controls.run.disabled
 
 
-def test_large_numbers_of_the_text_are_shown_and_stay(panel: Panel):
-    controls = editor(panel).controls
-    controls.text.value = "*: data | 1x8192x1 mb=81920"
-    assert (controls.degrees["data"].value, controls.micro_batches.value) == (8192, 81920)
-    assert controls.micro_batches.layout.width == "54px" and controls.overlap.layout.width == "46px"
-    controls.degrees["model"].value = 2
-    assert controls.text.value == "*: data | 1x8192x2 mb=81920"
-
-
 def test_options_of_the_whole_model(panel: Panel):
     controls = editor(panel).controls
     controls.zero.value = 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.ui.models import MLP as LAYERS
 from workbench.core.strategy import Strategy
+from workbench.ui.panel import Panel
 from workbench.ui.strategy.state import PanelState
 
 
@@ -59,3 +60,12 @@ def test_text_may_be_a_preset_with_options():
     assert state.label == "pipeline | mb=8, edited"
     state.set_text("pipline | mb=8")
     assert "did you mean 'pipeline | mb=8'?" in state.text_problem
+
+
+def test_large_numbers_of_the_text_are_shown_and_stay(panel: Panel):
+    controls = panel._editor.controls
+    controls.text.value = "*: data | 1x8192x1 mb=81920"
+    assert (controls.degrees["data"].value, controls.micro_batches.value) == (8192, 81920)
+    assert controls.micro_batches.layout.width == "54px" and controls.overlap.layout.width == "46px"
+    controls.degrees["model"].value = 2
+    assert controls.text.value == "*: data | 1x8192x2 mb=81920"

@@ -9,7 +9,7 @@ from workbench.session.output.start_progress import in_notebook, ipython_shell
 from workbench.transport.held_interrupt import HeldInterrupt
 
 
-def load_in_notebook() -> None:
+def load_in_notebook(module: str = "workbench.api") -> None:
     """Import what cells and the completion of ``wb.`` need, torch above all, if this is a notebook.
 
     It takes the time in which the notebook waits for engines, and its main thread: two threads of which one imports a
@@ -20,7 +20,7 @@ def load_in_notebook() -> None:
     """
     if in_notebook():
         with HeldInterrupt():
-            import_module("workbench.api")
+            import_module(module)
 
 
 def offer_magics() -> None:

@@ -59,7 +59,7 @@ def materialize(module: nn.Module, names: list[str], init: Init, world: World) -
             _initialize(module, [(n, m) for n, m in module.named_modules() if n in owners], None)
             if init != "empty":
                 load_safetensors(module, init)  # type: ignore[arg-type]
-            tensors = tensors if init != "empty" else {name: tensors[name] for name in rest}
+            tensors = {name: tensors[name] for name in rest}
     unset = [_is_unset(tensor, versions[name]) for name, tensor in tensors.items()]
     every = all_gather_object(unset, world, "values of tensors on meta")
     missing = [name for name, *flags in zip(tensors, *every, strict=True) if any(flags)]
