@@ -61,7 +61,7 @@ def test_dtypes_and_numbers(sbps):
             )
 
 
-HALVES = torch.randn(6, 4, generator=torch.Generator().manual_seed(7)).bfloat16()
+OF_16_BITS = torch.randn(6, 4, generator=torch.Generator().manual_seed(7)).bfloat16()
 CLASSES = torch.tensor([0, 3, 1, 2, 3, 0])
 OVER_SPLIT_DIMS = {
     "softmax": lambda x, y: x.softmax(1),
@@ -88,8 +88,8 @@ def split_columns(whole):
 def test_functions_over_a_split_dim_have_the_dtype_of_one_device(name):
     def program():
         with torch.autocast("cpu", torch.bfloat16):
-            found = OVER_SPLIT_DIMS[name](split_columns(HALVES), split_columns(HALVES.flip(0)))
-            expected = OVER_SPLIT_DIMS[name](HALVES, HALVES.flip(0))
+            found = OVER_SPLIT_DIMS[name](split_columns(OF_16_BITS), split_columns(OF_16_BITS.flip(0)))
+            expected = OVER_SPLIT_DIMS[name](OF_16_BITS, OF_16_BITS.flip(0))
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found.full_tensor(), expected, rtol=3e-2, atol=3e-2)
 
@@ -108,10 +108,10 @@ def test_functions_over_a_split_dim_compute_in_32_bits_where_torch_does(name, mo
 
     def program():
         with torch.autocast("cpu", torch.bfloat16):
-            found = OVER_SPLIT_DIMS[name](split_columns(HALVES), split_columns(HALVES.flip(0)))
+            found = OVER_SPLIT_DIMS[name](split_columns(OF_16_BITS), split_columns(OF_16_BITS.flip(0)))
         torch.testing.assert_close(found.full_tensor(), expected)
 
-    expected = OVER_SPLIT_DIMS[name](HALVES.float(), HALVES.flip(0).float())
+    expected = OVER_SPLIT_DIMS[name](OF_16_BITS.float(), OF_16_BITS.flip(0).float())
     torchs = planning._inferred_or_none
     monkeypatch.setattr(planning, "_inferred_or_none", infer)
     run_ranks(program, 3)

@@ -378,10 +378,11 @@ def new_placeholder(shape: Shape, dtype: torch.dtype, device: torch.device) -> t
 
 def applying(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``function.apply`` without torch's look at each argument, which only function transforms need."""
-    in_c: Callable[..., Any] = super(torch.autograd.Function, function).apply
+    in_c: Any = super(torch.autograd.Function, function)
+    applied = in_c.apply
 
     def apply(*args: Any) -> Any:
-        return (function.apply if torch._C._are_functorch_transforms_active() else in_c)(*args)
+        return (function.apply if torch._C._are_functorch_transforms_active() else applied)(*args)
 
     return apply
 
