@@ -209,7 +209,7 @@ class Panel(widgets.VBox):
         """The bar that stays in sight above the tabs."""
         controls, runs = self._editor.controls, self._runs_section
         legend = button("?", lambda: None, "wb-legend-button", "wb-icon", tooltip="explain the words of the panel")
-        checks = () if self._is_offline else (runs.check, runs.compile)
+        checks = () if self._is_offline else (bar(runs.check, runs.compile, css=("wb-switches",)),)
         buttons = (controls.problems, controls.run, *runs.steering, legend)
         top = bar(self.tabs, html("", "wb-space"), *buttons)
         status = bar(*runs.live.status.parts, *checks, css=("wb-bar", "wb-status"))
