@@ -83,6 +83,18 @@ class Cutting(Block):
         return x.detach(), side
 
 
+class Attending(nn.Module):
+    """An operation has views that nothing else has, of a product that nothing else has."""
+
+    def __init__(self):
+        super().__init__()
+        self.products, self.two = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x, side):
+        parts = (part.unflatten(-1, (2, 4)).transpose(0, 1) for part in self.products(x).chunk(3, -1))
+        return x + F.scaled_dot_product_attention(*parts).transpose(0, 1).flatten(1), self.two(side)
+
+
 class Model(nn.Module):
     """Three blocks and a head."""
 
@@ -140,6 +152,16 @@ def test_numbers_are_those_of_one_device_whether_a_block_is_recorded_or_not(kind
             if grad is not None:
                 torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-6)
         assert recorded and any(recorded) == is_recorded
+
+
+def test_views_that_only_operations_have_do_not_keep_a_block_from_being_recorded():
+    torch.manual_seed(0)
+    one = Model(Attending)
+    models = [copy.deepcopy(one) for _ in range(3)]
+    truth = run_ranks(program_of([one], "*: data | mb=2"), 1)[0]
+    for losses, _, recorded, _ in run_ranks(program_of(models, ROWS), 3):
+        assert losses == pytest.approx(truth[0], rel=1e-5)
+        assert recorded and all(recorded)
 
 
 class Projector(nn.Module):

@@ -83,9 +83,11 @@ def _held_by_history(results: Sequence[torch.Tensor], inputs: Sequence[torch.Ten
         value = values.pop()
         if isinstance(value, torch.Tensor):
             found[id(value)] += 1
-        elif id(value) not in known:
+        if id(value) not in known:
             known.add(id(value))
-            if isinstance(value, FunctionType):
+            if isinstance(value, torch.Tensor):  # a view has what it is a view of
+                values += vars(value).values()
+            elif isinstance(value, FunctionType):
                 values += value.__closure__ or ()
             elif isinstance(value, (list, tuple, dict, CellType)):
                 values += gc.get_referents(value)
