@@ -29,6 +29,7 @@ def test_progress_bar_keeps_one_line_in_memory():
     assert splitter.rest() == ["9999 of 10000"]
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("end", ["", "\n", "\nand then"])
 @pytest.mark.parametrize("update", ["\rstep loss 0.1234", "\nouter\rinner\x1b[A", "\rstep\n"])
 def test_time_grows_with_the_text(update, end):

@@ -127,8 +127,8 @@ def from_local(
 
 
 def from_local_once(local: torch.Tensor, world: World, layout: Layout) -> GlobalTensor:
-    """``from_local``, within the call of a module with the result of the last one for the same tensor and layout, unless
-    it was written since.
+    """``from_local``, within the call of a module with the result of the last one for the same tensor and layout,
+    unless it was written since.
 
     A mask that every layer reads is then boxed once, and its slice is in memory once. Between two calls it may be
     written through ``.data`` or an array of numpy, which torch does not count.
