@@ -2,8 +2,10 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from workbench.testing import run_ranks
 
 transformers = pytest.importorskip("transformers")
 STRATEGIES = ["*: data", "*: model", "*: data | zero=3", "pipeline"]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +129,8 @@ def test_the_trainer_trains_evaluates_and_resumes_as_on_one_device(strategy, opt
     def train(folder, *launcher, strategy):
         folder.mkdir()
         command = [sys.executable, *launcher, tmp_path / "program.py", strategy, json.dumps(options), folder]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}  # the program takes a model from these tests
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         assert ended.returncode == 0, ended.stderr
         return [json.loads(file.read_text()) for file in folder.glob("*.json")]
 
