@@ -44,7 +44,8 @@ def test_time_grows_with_the_text(update, end):
         return min(times)
 
     for few in (20, 1000):
-        assert time_s(10 * few) < 40 * time_s(few) + 0.001
+        # In proportion it is 30 times as much, by the square 900 times. Beside other work 10 times was 58 times once.
+        assert time_s(30 * few) < 200 * time_s(few) + 0.001
 
 
 def test_the_end_of_a_bar_counts_when_something_follows():
