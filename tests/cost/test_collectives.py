@@ -25,6 +25,20 @@ def test_a_ring_has_the_adapters_of_its_ranks_in_a_host(size: int, stride: int, 
     assert group_link(HOSTS, size, stride, all_adapters=False)[1] == (200 if size * stride == 8 else 20)
 
 
+@pytest.mark.parametrize(
+    ("size", "stride", "bandwidth"),
+    [
+        (8, 1, 200),  # one host
+        (16, 1, 20 * 15 / 8),  # 8 of 15 others are in the other host, beyond the rank's own adapter
+        (4, 4, 20 * 3 / 2),  # two ranks of each of two hosts
+        (2, 8, 20),
+    ],
+)
+def test_ranks_that_exchange_in_pairs_have_their_own_adapters_only(size: int, stride: int, bandwidth: float) -> None:
+    for kind in ("all-to-all", "ring"):
+        assert exchange_s(HOSTS, 1000, size, stride, kind) == pytest.approx(1000 / bandwidth)
+
+
 def test_any_two_gpus_of_a_dgx1_have_one_link() -> None:
     machine = load_hardware("v100-dgx1")
     assert group_link(machine, 2)[1] == group_link(machine, 2, 2)[1] == group_link(machine, 2, 4)[1] < 25e9

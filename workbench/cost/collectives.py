@@ -16,6 +16,11 @@ from workbench.core.boxing_path import WORTHWHILE
 from workbench.core.layer_layouts import Entry
 from workbench.cost.hardware import Hardware
 
+_BY_PAIRS = ("all-to-all", "ring")
+"""Kinds in which the bytes that a rank receives come from each of the others. In a ring of attention, the rank that has
+a block sends it to those that need it.
+"""
+
 
 def received_parts(source: Entry, target: Entry, num_ranks: int) -> float:
     """What a rank receives when an entry changes, as a part of the whole activation.
@@ -71,13 +76,31 @@ def group_link(hardware: Hardware, size: int, stride: int = 1, all_adapters: boo
     return link.latency_s, bandwidth
 
 
+def pair_bandwidth(hardware: Hardware, size: int, stride: int = 1) -> float:
+    """Bytes per second that each rank of a group receives if each pair of ranks exchanges as much: between hosts, every
+    rank sends for itself, and has its own adapter only.
+
+    >>> from workbench.cost.hardware import Link
+    >>> hosts = Hardware("", 0, 0, {}, 0, 0, (Link(8, 0, 200.0), Link(64, 0, 20.0)))
+    >>> pair_bandwidth(hosts, 8), round(pair_bandwidth(hosts, 16), 1)
+    (200.0, 37.5)
+    """
+    bandwidth, before = group_link(hardware, size, stride)[1], 1
+    for link in hardware.links:
+        inside = size if link is hardware.links[-1] else min(size, max(1, link.span // stride))
+        if inside > before:
+            bandwidth = min(bandwidth, link.bandwidth_bytes_per_s * (size - 1) / (inside - before))
+        before = inside
+    return bandwidth
+
+
 def exchange_s(
     hardware: Hardware, num_bytes: float, size: int, stride: int = 1, kind: str = "", all_adapters: bool = True
 ) -> float:
     """Seconds until every rank of the group has received ``num_bytes``.
 
-    A ring passes all its ranks once; for a sum that all ranks get, twice. Kinds that were measured among all ranks have
-    their own rates there.
+    A ring passes all its ranks once; for a sum that all ranks get, twice. In the kinds of ``_BY_PAIRS`` each pair of
+    ranks exchanges its own bytes. Kinds that were measured among all ranks have their own rates there.
     """
     if num_bytes <= 0 or size == 1:
         return 0.0
@@ -86,5 +109,7 @@ def exchange_s(
         latency, bandwidth = hardware.exchanges[kind]
         return latency + num_bytes / bandwidth
     latency, bandwidth = group_link(hardware, size, stride, all_adapters)
+    if kind in _BY_PAIRS:
+        bandwidth = pair_bandwidth(hardware, size, stride)
     num_hops = (size - 1) * (2 if kind in ("all-reduce", "gradients") else 1)
     return latency + num_hops * link.hop_s + num_bytes / bandwidth

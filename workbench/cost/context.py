@@ -33,8 +33,10 @@ def attention_exchange(size: AttentionSize, itemsize: float, setting: StageSetti
     moved = [("all-to-all", part / context * each) for each in (queries, *keys, results)]
     suffice = heads % context == 0 and (key_heads % context == 0 or key_heads == 1) and not size.has_mask
 
-    def seconds(received: Received) -> float:
-        return sum(exchange_s(setting.hardware, number, context, setting.model, kind) for kind, number in received)
+    def seconds(received: Received) -> float:  # as the runtime counts, which knows one rate for all pairs of ranks
+        measured = setting.hardware.exchanges
+        kinds = [(kind if kind in measured else "", number) for kind, number in received]
+        return sum(exchange_s(setting.hardware, number, context, setting.model, kind) for kind, number in kinds)
 
     if (suffice or samples % context == 0) and seconds(moved[:3]) < seconds(rings):
         return moved, moved
