@@ -15,6 +15,7 @@ from workbench.core.model_costs import Extent, LayerCost, ModelCosts, OpCost
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import estimate
+from workbench.cost.hardware import Link
 from workbench.errors import StrategyError
 from workbench.planning.problem import Constraints, Problem
 from workbench.planning.search import search
@@ -59,9 +60,9 @@ def test_tokens_travel_twice_in_forward_and_twice_in_backward():
 
 
 def test_a_plan_spreads_experts_where_they_fit_only_so():
-    weights = 3 * 64 * 64 + WEIGHTS / 4
-    limit = 16.0 * weights + 4e6
-    options = {"memory_bytes": limit, "constraints": Constraints(model=1, pipeline=1, zero=0)}
+    least, more = (priced(f"*: data; experts: {choice}").peak_bytes for choice in ("expert:4", "expert:2"))
+    only = Constraints(model=1, pipeline=1, zero=0, micro_batches=1, recompute=False)
+    options = {"memory_bytes": (least + more) / 2, "constraints": only}
     plan = search(mixture(), machine(random.Random(1)), 4, 64, **options)
     assert str(plan.strategy).startswith("enter: data; experts: expert:4; head: data")
     assert plan.strategy.resolve(plan.problem.costs.layers, 4) == plan.resolved
@@ -73,6 +74,24 @@ def test_a_plan_spreads_experts_where_they_fit_only_so():
             64,
             constraints=replace(options["constraints"], layers="experts: expert"),
         )
+
+
+def test_experts_stay_in_a_host_where_there_is_memory():
+    """Over all ranks, tokens travel between hosts of two, for which every rank has its own adapter."""
+    hosts = replace(machine(random.Random(1)), links=(Link(2, 1e-6, 1e10), Link(1024, 1e-5, 1e9)))
+    costs, only = mixture(), Constraints(model=1, pipeline=1, zero=0, micro_batches=1, recompute=False)
+    steps = {
+        choice: estimate(
+            costs, Strategy(f"*: data; experts: {choice} | 1x4x1").resolve(costs.layers, 4), hosts, 64
+        ).step_s
+        for choice in ("data", "expert:2", "expert:4")
+    }
+    plan = search(costs, hosts, 4, 64, constraints=only)
+    assert plan.estimate.step_s == pytest.approx(min(steps.values()))
+    explained = {one.choice for one in plan.explain("experts").alternatives}
+    assert explained == {"data", "expert:2", "expert:4", "model"}
+    least = search(costs, hosts, 4, 64, objective="memory", constraints=only)
+    assert "expert:4" in str(least.strategy)
 
 
 def test_bounds_are_below_every_strategy_with_experts():
@@ -90,7 +109,8 @@ def test_expert_is_a_choice_like_others(limit):
     best = inf
     for data, model in ((4, 1), (2, 2), (1, 4)):
         splits = [["data", *(["model:column", "model:row"] if model > 1 else [])]] * 3
-        splits[1] = ["data", *(["expert:4"] if data > 1 else []), *(["model"] if model > 1 else [])]
+        spread = {4: ["expert:4", "expert:2"], 2: ["expert:4"], 1: []}[data]
+        splits[1] = ["data", *spread, *(["model"] if model > 1 else [])]
         for choices, zero, sequence in product(product(*splits), range(4), (False, True) if model > 1 else (False,)):
             rows = "; ".join(f"{row.layer.name}: {choice}" for row, choice in zip(costs.rows, choices, strict=True))
             options = f"1x{data}x{model} zero={zero}{' sequence' if sequence else ''}"

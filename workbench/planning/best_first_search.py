@@ -222,7 +222,7 @@ def _changes(
     """Other choices for two neighbouring kinds of rows, a unit on the next or previous stage, other options."""
     candidate = Candidate(found.strategy.options, found.strategy.num_stages)
     layers, (_, data, model) = found.strategy.layers, candidate.degrees
-    choices = tuple((layer.parallel, layer.split) for layer in layers)
+    choices = tuple(problem.choices_of(found.strategy))
     stages = tuple(layer.stage for layer in layers)
     free = [tuple(problem.choices(index, model, data)) for index in range(len(layers))]
     kinds = list(zip(incumbents.classes.with_before, free, choices, strict=True))

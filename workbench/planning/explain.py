@@ -97,7 +97,7 @@ def explain(problem: Problem, best: PricedStrategy, layer: str) -> Explanation:
     matched = [index for index, name in enumerate(names) if Row(layer).matches(name)]
     if not matched:
         raise StrategyError(f"explain({layer!r}): no layer matches. The layers are {', '.join(names[:8])}, ...")
-    chosen = [(one.parallel, one.split) for one in best.strategy.layers]
+    chosen = problem.choices_of(best.strategy)
     sets = [matched]
     if len(matched) == 1 and len(alike := _alike(names, matched[0])) > 1:
         sets.append(alike)
@@ -136,5 +136,8 @@ def _priced(
     if not problem.fits_ties(choices):
         return Alternative(word, names, None, False, is_chosen, "a layer that shares its weight cuts it otherwise")
     stages = [layer.stage for layer in best.strategy.layers]
-    price = problem.estimate(problem.resolve(choices, stages, best.strategy.options))
+    resolved = problem.resolve(choices, stages, best.strategy.options)
+    if choice[0] == "expert":
+        word += f":{resolved.layers[indices[0]].over_data * resolved.degrees[2]}"
+    price = problem.estimate(resolved)
     return Alternative(word, names, price, price.peak_bytes <= problem.memory_bytes, is_chosen)

@@ -114,7 +114,7 @@ class LayerPrices:
     def of_strategy(self, candidate: Candidate, strategy: ResolvedStrategy) -> list[StagePrice]:
         """Prices of the stages of a strategy."""
         layers = strategy.layers
-        choices: list[Choice] = [(layer.parallel, layer.split) for layer in layers]
+        choices = self._problem.choices_of(strategy)
         prices = []
         for index, layer in enumerate(layers):
             before = choices[index - 1] if index and layers[index - 1].stage == layer.stage else None

@@ -29,10 +29,13 @@ OBJECTIVES = ("throughput", "memory", "cost")
 
 Choice = tuple[str, str | None]
 """The choice of a layer: ("data", None), ("model", "column", "row" or for experts "expert"), ("model", None) if it
-cannot be split, or ("expert", "expert") for experts over ranks of the data axis too."""
+cannot be split, or for experts over ranks of the data axis too, over as many as fit ("expert", "expert"), or as many
+as fit into a host ("expert", "host")."""
 DATA: Choice = ("data", None)
 WHOLE: tuple[Choice, ...] = (DATA, ("model", None))
-EXPERTS: tuple[Choice, ...] = (DATA, ("model", "expert"), ("expert", "expert"))
+SPREAD: Choice = ("expert", "expert")
+IN_HOST: Choice = ("expert", "host")
+EXPERTS: tuple[Choice, ...] = (DATA, ("model", "expert"), SPREAD, IN_HOST)
 
 
 _NUMBERS = ("pipeline", "data", "model", "micro_batches", "zero", "heads", "context", "shards", "overlap")
@@ -278,9 +281,9 @@ class Problem:
         whole = EXPERTS if self._is_fused(layer) else WHOLE
         known = (DATA, *(("model", split) for split in splits)) if splits else whole
         if pin is None:
-            fits = max(fitting_ranks(layer.experts, data, model), default=1) > model
-            axes = {"data": True, "model": model > 1, "expert": data > 1 and fits}
-            return [choice for choice in known if axes[choice[0]]]
+            most, inside = (self._expert_ranks(layer, choice, data, model) for choice in (SPREAD, IN_HOST))
+            axes = {"data": True, "model": model > 1, "expert": data > 1 and most > model}
+            return [each for each in known if axes[each[0]] and (each != IN_HOST or model < inside < most)]
         return [(p, s) for p, s in known if p == pin.parallel and (pin.split in (None, s) or len(splits) < 2)]
 
     def fits_ties(self, choices: Sequence[Choice]) -> bool:
@@ -310,13 +313,29 @@ class Problem:
         return ResolvedStrategy(layers, options.degrees, replace(options, overlap=overlap))
 
     def resolve_layer(self, layer: Layer, choice: Choice, stage: int, data: int, model: int) -> ResolvedLayer:
-        """One layer as the cost model reads it; ``expert`` means as many ranks as fit."""
+        """One layer as the cost model reads it."""
         resolved = ResolvedLayer(layer.name, choice[0], choice[1], stage, layer.kind)
         if choice[0] != "expert":
             return resolved
-        row = Row(layer.name, "expert", ranks=max(fitting_ranks(layer.experts, data, model), default=model))
-        number = number_in_list(row, layer, data, model)
-        return replace(resolved, over_data=over_data(row, data, model), expert=number)
+        row = Row(layer.name, "expert", ranks=self._expert_ranks(layer, choice, data, model))
+        number, split = number_in_list(row, layer, data, model), choice[1] and SPREAD[1]
+        return replace(resolved, split=split, over_data=over_data(row, data, model), expert=number)
+
+    def _expert_ranks(self, layer: Layer, choice: Choice, data: int, model: int) -> int:
+        """Over how many ranks a choice splits the experts of a layer."""
+        links = self.hardware.links
+        most = links[-2].span if choice == IN_HOST and len(links) > 1 else data * model
+        return max((number for number in fitting_ranks(layer.experts, data, model) if number <= most), default=model)
+
+    def choices_of(self, strategy: ResolvedStrategy) -> list[Choice]:
+        """The choices of a strategy's layers."""
+        _, data, model = strategy.degrees
+        choices = [(layer.parallel, layer.split) for layer in strategy.layers]
+        for index in self.free_experts:
+            layer, chosen = self.rows[index].layer, strategy.layers[index]
+            if choices[index] == SPREAD and chosen != self.resolve_layer(layer, SPREAD, chosen.stage, data, model):
+                choices[index] = IN_HOST
+        return choices
 
     def estimate(self, strategy: ResolvedStrategy, with_timeline: bool = False) -> Estimate:
         """Seconds and bytes of a step."""

@@ -201,7 +201,7 @@ def spread_experts(problem: Problem, incumbents: Incumbents) -> None:
     free = {i for i, row in enumerate(problem.rows) if row.layer.expert is not None and problem.pins[i] is None}
     for each in incumbents.kept if free else ():
         strategy = each.strategy
-        choices = [(layer.parallel, layer.split) for layer in strategy.layers]
+        choices = problem.choices_of(strategy)
         for index in free:
             choices[index] = ("expert", None)
         spread = problem.resolve(choices, [layer.stage for layer in strategy.layers], strategy.options)
