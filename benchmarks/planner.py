@@ -16,6 +16,8 @@ Predictions use the one function for tables, ``workbench.cost.table``. Sets of r
     mpt-h100      the same on 8 to 512 GPUs
     titan         a third trainer (torchtitan) on 8 to 512 GPUs with memory, on H100s of another kind (HBM2e, 500 W)
     titan-context  torchtitan with its context parallelism, sequences of up to 262 thousand words on 8 and 512 GPUs
+    titan-a100    torchtitan on 64 A100
+    llama3        Llama 3 on 8 to 16384 H100: Megatron-Bridge in 8 bits, and the report of Llama 3
     vocabulary    pipelines of Megatron-LM with 32 to 256 thousand words, with memory (arXiv 2411.05288)
     megatron-core  Megatron-Core 0.8 on 48 to 6144 H100, 48 data ranks; its micro-batches are not published
     megatron-tests  two of Megatron-LM's own tests, with memory, on A100 and H100; their kernels are deterministic

@@ -28,6 +28,8 @@ def judged() -> dict[str, list[Judged]]:
             "megatron-tests",
             "megatron-core",
             "titan-context",
+            "titan-a100",
+            "llama3",
         ]
     )
 
@@ -41,6 +43,8 @@ def judged() -> dict[str, list[Judged]]:
         ("h100", 0.08, 0.15),
         ("megatron-core", 0.08, 0.12),
         ("titan-context", 0.10, 0.25),
+        ("titan-a100", 0.08, 0.10),
+        ("llama3", 0.10, 0.35),
     ],
 )
 def test_errors_are_within_their_bounds(

@@ -133,4 +133,4 @@ def test_the_command_lists_machines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--machines"]) == 0
     listed = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert " 141 GB " in listed["h200"] and " 34.4 GB " in listed["v100-dgx2"]
-    assert "fp16 673" in listed["h200"] and "fp32 (TF32) 336" in listed["h200"] and "fp32 14.1" in listed["v100-dgx2"]
+    assert "fp16 623" in listed["h200"] and "fp32 (TF32) 311" in listed["h200"] and "fp32 14.1" in listed["v100-dgx2"]

@@ -101,6 +101,28 @@ def test_uneven_layers_leave_the_ends_shorter() -> None:
     assert [stages.count(stage) for stage in range(4)] == [2, 3, 3, 2]
 
 
+@pytest.mark.parametrize(("pipeline", "each", "sizes"), [(16, 1, [0, *[1] * 126, 0]), (8, 2, [1, *[2] * 62, 1])])
+def test_embedding_and_loss_may_stand_for_a_layer_of_a_stage(pipeline: int, each: int, sizes: list[int]) -> None:
+    """Llama 3.1 405B has 126 layers: arXiv 2407.21783, section 3.3.2, takes a layer of the first and the last stage."""
+    strategy = transformer_strategy(Transformer(64, 4, 126, 100, 16), pipeline=pipeline, layers_per_stage=each)
+    stages = [choice.stage for choice in strategy.layers if "qkv" in choice.name]
+    assert [stages.count(stage) for stage in range(strategy.num_stages)] == sizes
+
+
+def test_flash_attention_has_the_rate_of_the_machines_own_kernel_from_2024_on() -> None:
+    """Four functions of forward and backward: before, each takes as long as a product with 128 as its inner size."""
+    model, machine = Transformer(4096, 32, 1, 128, 8192, has_flash=True), load_hardware("h100-sxm-ib")
+    strategy = transformer_strategy(model, precision="bf16")
+    before, since = (
+        estimate(transformer_costs(model), strategy, machine, 1, software=megatron(year)).compute_s
+        for year in (2023, 2024)
+    )
+    operations, rate = 3.5 * 2 * 8192**2 * 4096, machine.matmul_flops_per_s["bf16"]
+    of_product = rate * 128 / (128 + machine.matmul_half_size)
+    assert before - since == pytest.approx(operations * (1 / of_product - 1 / 387e12), rel=1e-3)
+    assert before > since
+
+
 def test_stages_that_interleave_must_divide() -> None:
     with pytest.raises(StrategyError, match="10 layers in stages of 2 on 4 ranks"):
         transformer_strategy(Transformer(64, 4, 10, 100, 16), pipeline=4, layers_per_stage=2)

@@ -39,6 +39,7 @@ class Rates:
             rate. The fixed part of a product is the same at every precision, so the half size grows with the rate.
         casts: whether operands of products are written again in 8 bits, plain and transposed.
         fuses: whether functions between two products are one program.
+        has_first_flash: whether flash attention takes as long as other products; else the machine's own rate holds.
         scale: bytes of an element at this precision, over those at which the works were counted.
     """
 
@@ -49,9 +50,12 @@ class Rates:
     scale: float = 1.0
     casts: bool = False
     fuses: bool = False
+    has_first_flash: bool = False
 
     @classmethod
-    def of(cls, hardware: Hardware, precision: str, scale: float, fuses: bool = False) -> Rates:
+    def of(
+        cls, hardware: Hardware, precision: str, scale: float, fuses: bool = False, has_first_flash: bool = False
+    ) -> Rates:
         """Rates of a precision.
 
         Raises:
@@ -66,14 +70,16 @@ class Rates:
             )
         rates = hardware.matmul_flops_per_s
         usual = rates.get("bf16", rates.get("fp16", rate))
-        return cls(hardware, rate, usual if precision == "fp8" else rate, usual, scale, precision == "fp8", fuses)
+        attention = usual if precision == "fp8" else rate
+        return cls(hardware, rate, attention, usual, scale, precision == "fp8", fuses, has_first_flash)
 
     def product_s(self, flops: float, inner: float, moved_bytes: float, name: str = "linear") -> float:
         """Seconds of a matrix product that sums over ``inner``. A product that was measured by its name has its own
         rate: that in fp32, times the ratio of the rates of large products.
         """
         large = self.flops_per_s if name == "linear" else self.attention_flops_per_s
-        rate = self.hardware.function_flops_per_s.get(name, 0.0)
+        is_measured = name != FLASH or not self.has_first_flash
+        rate = self.hardware.function_flops_per_s.get(name, 0.0) if is_measured else 0.0
         if rate:
             rate *= large / self.hardware.matmul_flops_per_s.get("fp32", large)
         else:

@@ -85,6 +85,8 @@ class Software:
             them, and their sums take more memory.
         keeps_exponentials: with a vocabulary split over the model axis, the loss keeps logits and exponentials; else
             its kept bytes are counted with the model.
+        has_first_flash: flash attention takes as long as a product with the width of a head as its inner size; else it
+            has the machine's own rate, if its file has one.
         fuses: functions between two products are one program, as in a compiled step: a result that only they read is
             not written.
         recompute: what ``recompute`` of a strategy computes again: "full" blocks, or the "selective" scores of
@@ -107,6 +109,7 @@ class Software:
     keeps_gathered: bool = True
     keeps_gradients: bool = False
     keeps_exponentials: bool = True
+    has_first_flash: bool = False
     fuses: bool = False
     recompute: str = "full"
 
@@ -142,9 +145,9 @@ def megatron(year: int, recompute: str = "full") -> Software:
 
     From 2024 on with ``--overlap-grad-reduce`` and ``--overlap-param-gather`` as in Megatron-Core 0.8: a finished
     gather starts that of the next bucket, ``bucket_size = max(40000000, 1000000 * dp)``, and the gradients of a model
-    chunk are summed after its last backward (``delay_grad_reduce``). ``--tp-comm-overlap`` in forward is not a flag:
-    products that share a GPU with an exchange get slower, and with it as free as in backward the runs of h100-sxm-ib
-    are predicted 7% too short.
+    chunk are summed after its last backward (``delay_grad_reduce``). Flash attention is then the GPU's own kernel, such
+    as cuDNN's for Hopper. ``--tp-comm-overlap`` in forward is not a flag: products that share a GPU with an exchange
+    get slower, and with it as free as in backward the runs of h100-sxm-ib are predicted 12% too short.
     """
     return Software(
         name=f"megatron-{year}",
@@ -163,5 +166,6 @@ def megatron(year: int, recompute: str = "full") -> Software:
         keeps_gathered=False,
         keeps_gradients=True,
         keeps_exponentials=False,
+        has_first_flash=year < 2024,
         recompute=recompute,
     )

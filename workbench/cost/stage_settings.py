@@ -154,7 +154,8 @@ def settings_of(
     options = strategy.options
     dtype = computed_in(model, options.precision, software)
     scale = itemsize_of(dtype) / itemsize_of(model.dtype)
-    rates = Rates.of(hardware, rate_of(hardware, dtype, options.precision), scale, software.fuses)
+    precision = rate_of(hardware, dtype, options.precision)
+    rates = Rates.of(hardware, precision, scale, software.fuses, software.has_first_flash)
     per_weight = numbers_per_weight(model, software, optimizer)
     num_stages = strategy.num_stages
     settings = []

@@ -13,7 +13,13 @@ from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import load_hardware
 from workbench.cost.software import megatron
-from workbench.cost.transformer import LOSS_IN_PLACE_SINCE, Transformer, transformer_costs, transformer_strategy
+from workbench.cost.transformer import (
+    LOSS_IN_PLACE_SINCE,
+    Transformer,
+    stages_of,
+    transformer_costs,
+    transformer_strategy,
+)
 from workbench.errors import TableError, WorkbenchError
 
 REQUIRED = (
@@ -142,7 +148,7 @@ def _inconsistencies(numbers: Mapping[str, int | None], texts: Mapping[str, str]
         ),
         (n["layers"] >= n["pp"], f"column 'layers': {n['layers']} on pp {n['pp']}; each stage takes at least one"),
         (
-            each is None or n["layers"] % (n["pp"] * each) == 0,
+            each is None or stages_of(n["layers"], n["pp"], each) > 0,
             f"column 'layers_per_virtual_stage': {n['layers']} layers are not a multiple of {n['pp']} x {each}",
         ),
     ]

@@ -123,18 +123,20 @@ def transformer_strategy(
         model: the decoder.
         tensor, pipeline, data: degrees.
         num_micro_batches: per step.
-        layers_per_stage: fewer than layers / pipeline for interleaved stages.
+        layers_per_stage: fewer than layers / pipeline for interleaved stages. The first and the last one may have one
+            layer less, in place of which they have the embedding or the loss.
         options: of ``Options``: zero, recompute, sequence, precision.
 
     Raises:
         StrategyError: the sizes do not divide.
     """
-    if layers_per_stage and model.layers % (layers_per_stage * pipeline):
+    num_stages = stages_of(model.layers, pipeline, layers_per_stage) if layers_per_stage else pipeline
+    if not num_stages:
         raise StrategyError(
             f"{model.layers} layers in stages of {layers_per_stage} on {pipeline} ranks: every rank takes the same "
-            f"number of stages, so layers must be a multiple of {layers_per_stage} x {pipeline}."
+            f"number of stages, so layers must be a multiple of {layers_per_stage} x {pipeline}, or 2 less."
         )
-    sizes = _stage_sizes(model.layers, model.layers // layers_per_stage if layers_per_stage else pipeline)
+    sizes = _stage_sizes(model.layers, num_stages)
     stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
     if model.heads % tensor:
         raise StrategyError(f"{model.heads} heads over {tensor} ranks: heads must be a multiple of the tensor degree.")
@@ -153,6 +155,16 @@ def transformer_strategy(
         **options,  # type: ignore[arg-type]
     )
     return ResolvedStrategy(tuple(choices), (pipeline, data, tensor), settled)
+
+
+def stages_of(layers: int, pipeline: int, layers_per_stage: int) -> int:
+    """Number of stages if the first and the last may have one layer less than the others; 0 if layers do not fit.
+
+    >>> stages_of(96, 16, 2), stages_of(126, 16, 1), stages_of(10, 4, 2)
+    (48, 128, 0)
+    """
+    num_stages = -(-layers // (layers_per_stage * pipeline)) * pipeline
+    return num_stages if num_stages * layers_per_stage - layers <= 2 else 0
 
 
 def _stage_sizes(layers: int, stages: int) -> list[int]:
