@@ -17,6 +17,7 @@ from workbench.core.strategy import Strategy
 from workbench.cost.estimate import estimate
 from workbench.cost.hardware import Link
 from workbench.errors import StrategyError
+from workbench.planning.candidates import not_searched
 from workbench.planning.problem import Constraints, Problem
 from workbench.planning.search import search
 
@@ -92,6 +93,13 @@ def test_experts_stay_in_a_host_where_there_is_memory():
     assert explained == {"data", "expert:2", "expert:4", "model"}
     least = search(costs, hosts, 4, 64, objective="memory", constraints=only)
     assert "expert:4" in str(least.strategy)
+
+
+def test_numbers_of_ranks_between_a_host_and_all_are_not_searched():
+    problem = Problem(mixture(), machine(random.Random(1)), 8, 64)  # hosts of two
+    for ranks, missed in ((2, []), (4, ["experts over 4 ranks"]), (8, [])):
+        strategy = Strategy(f"*: data; experts: expert:{ranks} | 1x8x1").resolve(problem.costs.layers, 8)
+        assert not_searched(problem, strategy) == missed
 
 
 def test_bounds_are_below_every_strategy_with_experts():

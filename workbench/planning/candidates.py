@@ -142,6 +142,13 @@ def not_searched(problem: Problem, strategy: ResolvedStrategy) -> list[str]:
     fits = all(constraints.allows(name, degree) for name, degree in zip(names, degrees, strict=True))
     found = [] if fits else [f"degrees {'x'.join(map(str, degrees))}"]
     found += [f"{name.replace('_', ' ')} {getattr(options, name)}" for name, known in is_searched.items() if not known]
+    chosen = zip(problem.choices_of(strategy), problem.rows, strategy.layers, strict=True)
+    spread = {
+        layer.over_data * degrees[2]
+        for choice, row, layer in chosen
+        if choice[0] == "expert" and layer != problem.resolve_layer(row.layer, choice, layer.stage, *degrees[1:])
+    }
+    found += [f"experts over {number} ranks" for number in sorted(spread)]
     pins = zip(problem.pins, strategy.layers, strict=True)
     is_pinned = all(
         pin is None or (pin.parallel == layer.parallel and pin.split in (None, layer.split)) for pin, layer in pins

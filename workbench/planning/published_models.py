@@ -16,6 +16,7 @@ TRANSFORMERS = {
     "llama2-70b": Transformer(8192, 64, 80, 32000, 4096, 8, 28672, is_gated=True, has_flash=True),
     "llama3-8b": Transformer(4096, 32, 32, 128256, 8192, 8, 14336, is_gated=True, has_flash=True),
     "llama3-70b": Transformer(8192, 64, 80, 128256, 8192, 8, 28672, is_gated=True, has_flash=True),
+    "llama3-405b": Transformer(16384, 128, 126, 128256, 8192, 8, 53248, is_gated=True, has_flash=True),
 }
 """The vocabulary is padded to a multiple of 64 or 128, for programs that split the embedding.
 Sources: arXiv 2005.14165 (GPT-3),
