@@ -154,9 +154,8 @@ def place(
         foreign = [name for name, parameter in own.items() if owners[parameter].stage != choice.stage]
         shard_parameters(layer, owners, layouts, converted)
         state.handles += hook_layer(layer, state.in_use, choice, foreign, state.on_interrupt)
-        experts = 0 if row.expert is not None else row.experts
-        if experts and (choice.split == "expert" or resolved.stage_width(choice.stage)[1] == 1):
-            state.handles.append(ExpertForward(layer, state.in_use, choice, experts))
+        if row.experts and row.expert is None:
+            state.handles.append(ExpertForward(layer, state.in_use, choice, row.experts))
     state.handles += hook_projections([layer for _, layer in layers], state.in_use)
     replicate_buffers(module, layouts)
     state.handles += RootHooks(state.in_use).register(module, state.on_interrupt)

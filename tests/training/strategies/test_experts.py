@@ -31,6 +31,7 @@ SPLIT = {
     "*: model; *: expert:4 | 1x2x2 context=2": 2,
     "*: data; shared: data@1; head: data@1 | 2x2x1": 8,
     "*: data | zero=3": 8,
+    "*: model; pool: data | 1x2x2": 8,
 }
 """The experts that a rank of their stage holds, of 8, on 4 ranks."""
 
@@ -164,12 +165,13 @@ def test_uneven_parts_and_ranks_without_tokens_or_experts():
             assert_equal(found, on_one_device(2, 3, experts=experts))
 
 
-def test_experts_that_are_whole_run_on_the_tokens_of_their_rank():
+@pytest.mark.parametrize("strategy", ["*: data", "*: data | 1x1x2"])
+def test_experts_that_are_whole_run_on_the_tokens_of_their_rank(strategy):
     """Only what the mixture says of all tokens is exchanged: how often an expert is chosen, and the mean odds."""
     models = [made() for _ in range(2)]
 
     def program(rank):
-        model = wb.parallelize(models[rank], "*: data")
+        model = wb.parallelize(models[rank], strategy)
         with wb.debug.trace() as trace:
             model(*batch_of(0)).backward()
         return {(record.function, record.shape) for record in trace.records if record.wire_bytes}

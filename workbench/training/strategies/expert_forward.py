@@ -58,7 +58,9 @@ class ExpertForward:
             return type(self._module).forward(self._module, *args, **kwargs)
         plan, choice = self._in_use.layouts.plan, self._choice
         data, model = plan.resolved.stage_width(choice.stage)
-        layout = plan.layout(choice.stage, Split(0), broadcast, context=Split(0))
+        is_whole = choice.split is None or choice.over_data * model == 1
+        on_model = (broadcast, partial_sum) if choice.split else (Split(0), Split(0))
+        layout, terms = (plan.layout(choice.stage, Split(0), entry, context=Split(0)) for entry in on_model)
         tokens, numbers, weights = (box_implicitly(tensor, layout, choice.name) for tensor in given)
         plan.chosen[choice.name] = numbers._spec.shape[-1]
         parameters: dict[str, Any] = {name: p for name, p in self._module._parameters.items() if p is not None}
@@ -68,7 +70,6 @@ class ExpertForward:
                 f"{choice.name}: tokens go to experts on other ranks and come back, exchanges that the code does not "
                 "write. Under wb.debug.explicit_boxing() these experts need a row 'data' or 'model'."
             )
-        terms = plan.layout(choice.stage, Split(0), partial_sum, context=Split(0))
         spec = spec_of(world, terms, tokens._spec.shape)
         tag = world.context.next_tag() if choice.over_data > 1 else 0
         if spec.is_placeholder:
@@ -76,7 +77,7 @@ class ExpertForward:
         groups = expert_groups(plan.placements[choice.stage], data, model, choice.over_data, self._experts)
         with local_torch():
             given = [plain_alias(tensor) for tensor in (tokens, numbers, weights, *parameters.values())]
-            names, is_whole = tuple(parameters), choice.over_data * model == 1
+            names = tuple(parameters)
             call = None if is_whole else _Call(choice.name, groups, numbers._spec, tag)
 
             def run(rows: torch.Tensor, own: torch.Tensor, factors: torch.Tensor, *held: torch.Tensor) -> torch.Tensor:
