@@ -73,6 +73,8 @@ class WorkCounter(TorchDispatchMode):
         self._is_paused = False
         self.heads: set[int] = set()
         """Of queries and of keys, as attention in one function was called."""
+        self.chosen: dict[str, int] = {}
+        """The last size of the second tensor that a layer takes: of fused experts, how many a token chooses."""
         self.computed_share = 1.0
         """Of the next product: masked blocks of attention are not computed."""
 
@@ -201,8 +203,11 @@ class WorkCounter(TorchDispatchMode):
         self._containers.update(self._active)
         self._active.append(name)
         self._last = name
-        first = next(iter(tensors_in(args)), None)
+        given = tensors_in(args)
+        first = given[0] if given else None
         self._inputs.setdefault(name, first)
+        if len(given) > 1 and given[1].ndim:
+            self.chosen[name] = given[1].shape[-1]
         self._reads.record_input(name, first)
         self._calls.begin(name, first)
 
