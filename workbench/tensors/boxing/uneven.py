@@ -6,7 +6,7 @@ is a boxing of tokens that no layout describes: rows lie where their experts are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from workbench.core.layout import Layout, Shape
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.world import World
+from workbench.transport.base import do_nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +94,15 @@ class RowExchange:
             started, world = self.world.traffic.now(), self.world
             result = rows.new_empty(sum(self.received), *rows.shape[1:])
             pieces, places = rows.contiguous().split(self.sent), result.split(self.received)
-            places[self._place].copy_(pieces[self._place])
             others = [place for place, rank in enumerate(self.group) if rank != world.rank]
             sends = [(self.group[i], pieces[i]) for i in others if self.sent[i]]
             receives = [(self.group[i], places[i]) for i in others if self.received[i]]
+            wait: Callable[[], None] = do_nothing
             if sends or receives:
                 header = f"rows of {self.name} between ranks {', '.join(map(str, self.group))}{world.context.of_batch}"
-                world.transport.exchange(sends, receives, self.tag, header)
+                wait = world.transport.start_exchange(sends, receives, self.tag, header)
+            places[self._place].copy_(pieces[self._place])  # while others' rows arrive
+            wait()
             world.traffic.add(KIND, sum(piece.numel() * piece.element_size() for _, piece in sends), started)
         return result
 

@@ -159,7 +159,7 @@ class _Call:
         if len(sent) > 1:
             results = exchange_rows(results, exchange.reversed())
         weighted = results * flat.index_select(0, chosen)[:, None]
-        total = weighted.new_zeros(rows.shape).index_add(0, of_token, weighted)
+        total = weighted.new_zeros(rows.shape).index_add_(0, of_token, weighted)
         return total.to(tokens.dtype).view(tokens.shape)
 
     def _choices(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
