@@ -179,6 +179,19 @@ def test_what_does_not_fit_is_listed_at_once(tmp_path):
         wb.checkpoint.load_safetensors(small(), tmp_path, strict=False)
 
 
+def test_experts_are_read_with_the_names_of_the_module(tmp_path):
+    """Files of ``save_pretrained`` have a tensor for each expert, and the error says how to save one for all."""
+    model = make("mixtral")
+    model.save_pretrained(tmp_path / "each")
+    with pytest.raises(CheckpointError, match=r"not in the module(.|\n)*save_original_format=False"):
+        wb.checkpoint.load_safetensors(make("mixtral"), tmp_path / "each")
+    model.save_pretrained(tmp_path / "all", save_original_format=False)
+    models = [on_meta(model) for _ in range(2)]
+    for found in run_ranks(lambda rank: logical(wb.parallelize(models[rank], "*: expert", init=tmp_path / "all")), 2):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(found[name], parameter), name
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

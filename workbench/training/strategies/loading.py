@@ -17,6 +17,11 @@ from workbench.tensors.world import current
 from workbench.training.strategies.safetensors_file import SafetensorsFiles
 
 _MAX_LISTED = 20
+_CONVERTED = (
+    "  transformers renames and joins tensors of some files while it reads them, such as those of each expert. Read "
+    "such files with its from_pretrained, and save them once with the names of the module: "
+    "save_pretrained(folder, save_original_format=False)"
+)
 
 
 def load_safetensors(module: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> nn.Module:
@@ -28,7 +33,8 @@ def load_safetensors(module: nn.Module, path: str | os.PathLike[str], *, strict:
     Args:
         module: a module after ``wb.parallelize``, or a plain one.
         path: a ``.safetensors`` file, or a directory of ``save_pretrained``: one file, or several and
-            ``model.safetensors.index.json``.
+            ``model.safetensors.index.json``. ``transformers`` saves experts one by one, unless it gets
+            ``save_original_format=False``.
         strict: whether names that only one side has are an error. Shapes must always agree.
 
     Raises:
@@ -100,6 +106,8 @@ def find_weights(module: nn.Module, files: SafetensorsFiles, strict: bool = True
         *_problem("of another shape in the module", shapes),
         *_problem("on meta, without storage; wb.parallelize(module, strategy, init=path) makes it", on_meta),
     ]
+    if strict and missing and unexpected and hasattr(module, "save_pretrained"):
+        problems.append(_CONVERTED)
     if problems:
         raise CheckpointError(
             f"load_safetensors: the file has {len(files.entries)} tensors, {type(module).__name__} has "
