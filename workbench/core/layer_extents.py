@@ -16,7 +16,8 @@ from workbench.core.weight_splits import LINEAR_KINDS, TRANSPOSED_KINDS
 class LayerExtents:
     """Extents of a layer's input and output, and bytes of an element of each; None if unknown.
 
-    ``source`` numbers the tensor that it takes: calls that have seen the same one have the same number.
+    ``source`` numbers the tensor that it takes: calls that have seen the same one have the same number. ``chosen``: of
+    fused experts, how many a token chooses; 0 if unknown.
     """
 
     input: Extent | None = None
@@ -24,6 +25,7 @@ class LayerExtents:
     input_itemsize: int | None = None
     output_itemsize: int | None = None
     source: int | None = None
+    chosen: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def traced(
         given = row.output
         takes = row.input_extent or _own_features(row.layer, arriving)
         own = None if row.itemsize == 4 else row.itemsize  # those of 32 bits have the size of the strategy's precision
-        found[row.layer.name] = LayerExtents(takes, given, own, own)
+        found[row.layer.name] = LayerExtents(takes, given, own, own, chosen=row.layer.chosen)
         arriving = given
     return [found.get(layer.name, LayerExtents()) for layer in layers]
 

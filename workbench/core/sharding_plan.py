@@ -56,7 +56,7 @@ class ShardingPlan:
             boxing along it would do nothing, at a price.
         placements: by stage, its ranks.
         calls: the calls of layers in the first call of the model, which its layout hooks have seen.
-        chosen: by layer of experts, how many of them a token chooses; 0 if unknown. A call of the layer shows it.
+        chosen: by layer of fused experts that has been called, how many of them a token chooses.
 
     >>> from workbench.core.strategy import Strategy
     >>> layers = [Layer("fc1", "Linear", {"weight": (8, 4)}), Layer("fc2", "Linear", {"weight": (2, 8)})]
@@ -78,7 +78,7 @@ class ShardingPlan:
         self.axes = [list(resolved.stage_axes(stage)) for stage in stages]
         self.placements = tuple(self._placement(stage, device_type) for stage in stages)
         self.calls, self._is_settled = ObservedCalls(), False
-        self.chosen = {layer.name: layer.chosen for layer in layers}
+        self.chosen = dict[str, int]()
         self._stage_of = {choice.name: choice.stage for choice in resolved.layers}
         self._followings: dict[bool, dict[str, ResolvedLayer | None]] = {}
         self._input_layouts: dict[tuple[str, int, int | None, int], Layout] = {}
@@ -366,7 +366,7 @@ class _Chain:
     def _travel(self, layer: Layer, choice: ResolvedLayer, extent: LayerExtents) -> LayerEdge:
         """Tokens that go to their experts, or results that come back. The boxing of rows for features counts them."""
         whole, (data, model) = self._shape(extent.input), self.plan.resolved.stage_width(choice.stage)
-        chosen = self.plan.chosen[layer.name]
+        chosen = extent.chosen or self.plan.chosen.get(layer.name, 0)
         rows = prod(whole[:-1]) * chosen // model if whole else None
         layouts = layouts_of_travel(self.plan.placements[choice.stage], data, model, choice.over_data)
         shape = (rows, whole[-1]) if rows and whole else None

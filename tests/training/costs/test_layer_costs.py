@@ -12,12 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpt import GPT, next_word_loss
 from tests.training.strategies.mixtures import Pool
+from workbench.core.layer_extents import traced
 from workbench.core.model_costs import LayerCost, ModelCosts, find_blocks
 from workbench.core.rows import Layer
 from workbench.errors import StrategyError
 from workbench.training.costs.layer_costs import layer_costs
 from workbench.training.diagnostics.memory import ActivationMeter
 from workbench.training.precision import compute_in
+from workbench.training.strategies.state import describe
 
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -370,6 +372,7 @@ def test_fused_experts_that_read_values_are_counted_as_if_chosen_alike_often():
     costs = layer_costs(Mixture(), (2, 6, 8))
     experts = costs.rows[1]
     assert (experts.layer.experts, experts.layer.chosen) == (4, 2)
+    assert traced(describe(Mixture()), costs.rows, costs.sample_shape)[1].chosen == 2
     assert experts.flops == pytest.approx(6 * 2 * 2 * (8 * 12 + 12 * 8))
 
 

@@ -82,7 +82,7 @@ def layer_costs(
         )
     order = counter.order([layer.name for layer in layers])
     layers = [replace(layer, calls=(order.index(layer.name),) * 2, place=at) for at, layer in enumerate(layers)]
-    layers = [replace(layer, chosen=layer.experts and counter.chosen.get(layer.name, layer.chosen)) for layer in layers]
+    layers = [replace(layer, chosen=layer.experts and counter.chosen.get(layer.name, 0)) for layer in layers]
     if dtype:
         layers = [replace(layer, itemsize=DTYPES[dtype].itemsize, itemsizes={}) for layer in layers]
     layers = in_order_of_calls(layers)

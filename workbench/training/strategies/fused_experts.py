@@ -32,7 +32,6 @@ PASSING = "_workbench_passing"
 """Among the attributes of a module that is made for one call: nobody keeps it, with the tensors that it has."""
 _ARGUMENTS = 3
 """Tokens, numbers of experts, weights."""
-_CHOSEN = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 _NOT_OWN = {*vars(nn.Module()), "forward"}
 _COMPARED = (Number, str, bytes, type(None), Enum, torch.dtype, FunctionType, partial)
 """Settings whose values count; of others their types do."""
@@ -68,17 +67,6 @@ def count_experts(module: nn.Module) -> int:
     if settings not in tried:
         tried[settings] = _is_sum_of_experts(module, experts, shapes)
     return experts if tried[settings] else 0
-
-
-def count_chosen(around: nn.Module, experts: int) -> int:
-    """How many of the experts in a module a token chooses, as the module, a part of it or their configuration says.
-
-    0 if none does.
-    """
-    parts = [around, *around.children()]
-    places = [*parts, *(getattr(part, "config", None) for part in parts)]
-    found = (getattr(place, name, None) for place in places for name in _CHOSEN)
-    return next((number for number in found if type(number) is int and 0 < number <= experts), 0)
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:

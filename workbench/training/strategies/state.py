@@ -22,7 +22,7 @@ from workbench.training.mean_losses import check_mean, identity_of
 from workbench.training.recorded_actions import RecordedAction
 from workbench.training.strategies.blocks import numbered_blocks, repeated_blocks
 from workbench.training.strategies.call_order import Calls
-from workbench.training.strategies.fused_experts import count_chosen, count_experts
+from workbench.training.strategies.fused_experts import count_experts
 from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
 from workbench.training.strategies.listed_experts import expert_around, listed_experts
 
@@ -136,12 +136,10 @@ def describe(model: nn.Module, calls: Calls | None = None) -> list[Layer]:
         tied_to, frozen = owner if owner != name else None, tuple(k for k, p in own.items() if not p.requires_grad)
         itemsize, itemsizes = _itemsizes(own)
         number, experts = listed.get(expert_around(path, listed)) or (None, count_experts(module))
-        chosen = count_chosen(model.get_submodule(path.rpartition(".")[0]), experts) if experts else 0
-        of_experts = experts, number, chosen
         found.append(
             Layer(
-                name, kind, shapes, num_parameters, tied_to, where, groups, itemsize, *of_experts, itemsizes, frozen,
-                elsewhere=elsewhere,
+                name, kind, shapes, num_parameters, tied_to, where, groups, itemsize, experts, number,
+                itemsizes=itemsizes, frozen=frozen, elsewhere=elsewhere,
             )
         )  # fmt: skip
     return _with_blocks(model, found)
