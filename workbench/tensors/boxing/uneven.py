@@ -47,8 +47,8 @@ class RowExchange:
         world: of this rank.
         group: the ranks, this one among them.
         sent, received: numbers of rows to and from each of them.
-        rows_sent, rows_received: by rank, the rows that it sends to others and gets from them; where sizes depend on
-            values, of this rank only.
+        rows_sent, rows_received: by rank, the rows that it sends to others and gets from them; of this rank only, where
+            sizes depend on values or nothing is traced.
         layout, shape: of the tensor that the rows are of, for traces.
         tag: of its messages; several exchanges one after the other may have one.
         name: the layer that needs it.

@@ -206,11 +206,13 @@ class _Call:
     def _exchange(
         self, sent: Sequence[int], received: Sequence[int], known: Callable[[int, int], int] | None = None
     ) -> RowExchange:
-        """An exchange of rows. ``known``: the rows that any rank sends to a place of its group, known to all ranks."""
+        """An exchange of rows. ``known``: the rows that any rank sends to a place of its group, known to all ranks: a
+        trace has those of all.
+        """
         rank, spec = self.spec.world.rank, self.spec
         rows_sent = {rank: sum(sent) - sent[self.place]}
         rows_received = {rank: sum(received) - received[self.place]}
-        if known is not None:
+        if known is not None and spec.world.context.tracer is not None:
             for other, group in self.groups.items():
                 at = group.ranks.index(other)
                 rows_sent[other] = sum(known(other, place) for place in range(len(sent)) if place != at)
