@@ -30,11 +30,6 @@ class Account:
     bytes_sent: dict[int, int]
     kind: str = "rows"
 
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes on the wire, summed over the ranks of ``bytes_sent``."""
-        return sum(self.bytes_sent.values())
-
 
 KIND = "all-to-all"
 
