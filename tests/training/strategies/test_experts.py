@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -284,6 +286,17 @@ def test_experts_that_drop_tokens_draw_or_keep_something_are_not_run_in_parts(se
     model = torch.nn.ModuleList([Odd(), Odd(**settings), Odd()])
     assert [layer.experts for layer in describe(model)] == [8, 0, 8]
     assert not model[1].kept["loads"]
+
+
+def test_a_verdict_keeps_no_experts():
+    """A function among their attributes, which counts, holds them."""
+    model = Pool(4)
+    model.act = lambda x, experts=model: x / experts.num_experts
+    assert describe(model)[0].experts == 4
+    known = weakref.ref(model)
+    del model
+    gc.collect()
+    assert known() is None
 
 
 def test_what_experts_keep_after_all_is_an_error():

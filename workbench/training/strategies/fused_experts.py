@@ -19,7 +19,7 @@ from numbers import Number
 from operator import is_not
 from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -33,8 +33,8 @@ PASSING = "_workbench_passing"
 _ARGUMENTS = 3
 """Tokens, numbers of experts, weights."""
 _NOT_OWN = {*vars(nn.Module()), "forward"}
-_COMPARED = (Number, str, bytes, type(None), Enum, torch.dtype, FunctionType, partial)
-"""Settings whose values count; of others their types do."""
+_COMPARED = (Number, str, bytes, type(None), Enum, torch.dtype)
+"""Settings whose values count. Functions count as themselves, without being kept; of others their types do."""
 _TRIED_EXPERTS = 3
 _TOLERANCE = 1e-3
 _FEW = 4
@@ -130,7 +130,8 @@ def _settings(module: nn.Module) -> tuple[Any, ...]:
     own = [_attributes(part) for part in module.modules()]
     held = [vars(value) for each in own for value in each.values() if hasattr(value, "__dict__")]
     leaves = tree_leaves([list(each.items()) for each in [*own, *held]])
-    return tuple(leaf if isinstance(leaf, _COMPARED) else type(leaf) for leaf in leaves)
+    leaves = [ref(leaf) if isinstance(leaf, FunctionType | partial) else leaf for leaf in leaves]
+    return tuple(leaf if isinstance(leaf, (*_COMPARED, ref)) else type(leaf) for leaf in leaves)
 
 
 def _counts(module: nn.Module, experts: int) -> Iterator[str]:
