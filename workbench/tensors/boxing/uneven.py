@@ -42,8 +42,8 @@ class RowExchange:
         world: of this rank.
         group: the ranks, this one among them.
         sent, received: numbers of rows to and from each of them.
-        rows_sent, rows_received: by rank, the rows that it sends to others and gets from them; of this rank only, where
-            sizes depend on values or nothing is traced.
+        of_all: for traces, by rank, the rows that it sends to others and gets from them; empty where sizes depend on
+            values, which this rank knows of itself only.
         layout, shape: of the tensor that the rows are of, for traces.
         tag: of its messages; several exchanges one after the other may have one.
         name: the layer that needs it.
@@ -54,8 +54,7 @@ class RowExchange:
     group: tuple[int, ...]
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    rows_sent: Mapping[int, int]
-    rows_received: Mapping[int, int]
+    of_all: Mapping[int, tuple[int, int]]
     layout: Layout
     shape: Shape
     tag: int
@@ -64,13 +63,8 @@ class RowExchange:
 
     def reversed(self) -> RowExchange:
         """The same rows back."""
-        return replace(
-            self,
-            sent=self.received,
-            received=self.sent,
-            rows_sent=self.rows_received,
-            rows_received=self.rows_sent,
-        )
+        of_all = {rank: (received, sent) for rank, (sent, received) in self.of_all.items()}
+        return replace(self, sent=self.received, received=self.sent, of_all=of_all)
 
     @property
     def _place(self) -> int:
@@ -78,10 +72,10 @@ class RowExchange:
 
     def account(self, row: torch.Tensor) -> Account:
         """The bytes, for rows like ``row``."""
-        size = row.numel() * row.element_size()
-        return Account(
-            self.layout, self.layout, self.shape, {rank: rows * size for rank, rows in self.rows_sent.items()}, KIND
-        )
+        size, own = row.numel() * row.element_size(), sum(self.sent) - self.sent[self._place]
+        sent = {self.world.rank: own} | {rank: rows for rank, (rows, _) in self.of_all.items()}
+        num_bytes = {rank: rows * size for rank, rows in sent.items()}
+        return Account(self.layout, self.layout, self.shape, num_bytes, KIND)
 
     def run(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows that this rank gets, in the order of the group. ``rows`` lie in the order of the group, too."""

@@ -209,17 +209,15 @@ class _Call:
         """An exchange of rows. ``known``: the rows that any rank sends to a place of its group, known to all ranks: a
         trace has those of all.
         """
-        rank, spec = self.spec.world.rank, self.spec
-        rows_sent = {rank: sum(sent) - sent[self.place]}
-        rows_received = {rank: sum(received) - received[self.place]}
+        spec, of_all = self.spec, dict[int, tuple[int, int]]()
         if known is not None and spec.world.context.tracer is not None:
             for other, group in self.groups.items():
                 at = group.ranks.index(other)
-                rows_sent[other] = sum(known(other, place) for place in range(len(sent)) if place != at)
-                rows_received[other] = sum(known(each, at) for each in group.ranks if each != other)
+                rows_sent = sum(known(other, place) for place in range(len(sent)) if place != at)
+                of_all[other] = rows_sent, sum(known(each, at) for each in group.ranks if each != other)
         return RowExchange(
-            spec.world, self.group.ranks, tuple(sent), tuple(received), rows_sent, rows_received, spec.layout,
-            spec.shape, self.tag, self.name,
+            spec.world, self.group.ranks, tuple(sent), tuple(received), of_all, spec.layout, spec.shape, self.tag,
+            self.name,
         )  # fmt: skip
 
 
