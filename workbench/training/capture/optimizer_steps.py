@@ -24,7 +24,7 @@ from workbench.training.gradients.nested_steps import optimizers_within, step_wi
 from workbench.training.gradients.optim import before_steps, state_beside
 from workbench.training.gradients.optimizer_kinds import is_elementwise, is_of_torch
 from workbench.training.gradients.state_on_host import closure_of_user
-from workbench.training.gradients.step_hooks import count_hooks
+from workbench.training.gradients.step_hooks import count_hooks, readers_of
 
 Settings: TypeAlias = list[dict[str, Any]]
 """Of each group of an optimizer."""
@@ -79,6 +79,7 @@ class OptimizerStep:
         fused = fuse(optimizer)
         places = [] if is_of_torch(optimizer) else [part.detach() for part in parts]
         try:
+            self._call_readers(parts, held)
             on_host = None if self._swap is None else self._swap.on_host
             if on_host is None:
                 step_without_hooks(optimizer, self._step)
@@ -99,6 +100,20 @@ class OptimizerStep:
                     part.grad = None
             owned.update(state_beside(state))
         optimizer.__dict__["_opt_called"] = True  # schedulers warn unless they see a step
+
+    def _call_readers(self, parts: Sequence[torch.Tensor], held: list[Any]) -> None:
+        """Call what reads sums of gradients in each step, as there; ``held``: the parameters of each group."""
+        readers, swap = readers_of(self.optimizer), self._swap
+        if not readers or swap is None:
+            return
+        known, plain = list(zip(self.owners, parts, strict=True)), swap.plain
+        swap.held, swap.pairs = held, [pair for pair in known if isinstance(pair[0], GlobalTensor)]
+        swap.plain = [part for owner, part in known if not isinstance(owner, GlobalTensor)]
+        try:
+            for reader in readers:
+                reader(self.optimizer)
+        finally:
+            swap.held, swap.pairs, swap.plain = None, [], plain
 
     def check_settings(self) -> None:
         """Refuse, at the end of the recording, a setting that the step has changed: a replay would not change it."""

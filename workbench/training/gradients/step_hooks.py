@@ -45,7 +45,6 @@ def readers_of(optimizer: Optimizer) -> list[Callable[[Optimizer], None]]:
 
 
 def count_hooks(optimizer: Optimizer) -> int:
-    """The number of an optimizer's own hooks around a step, with readers and without the exchange."""
+    """The number of an optimizer's own hooks around a step, without the exchange."""
     before: dict[Any, Hook] = optimizer._optimizer_step_pre_hooks
-    own = len(before) - (_EXCHANGE in before)
-    return own + len(readers_of(optimizer)) + len(optimizer._optimizer_step_post_hooks)
+    return len(before) - (_EXCHANGE in before) + len(optimizer._optimizer_step_post_hooks)

@@ -82,7 +82,6 @@ class LiveRun:
         if compiles:
             said = self._say_compiling
             self._compiled = CompiledSteps(self._take, self.model, self.optimizer, self.generator, said)
-            self._optimizer_meter.end()  # a replay calls optimizers without hooks
         self._around: Around = contextlib.nullcontext  # around the forward of each micro-batch
         measured = 0 if compiles else 1  # a compiled run's first step is the last one that runs the model
         self._measures_at = {measured} if job.measures_memory else set[int]()  # steps in which activations are counted
@@ -125,10 +124,10 @@ class LiveRun:
         state.compare_first_batch({"inputs": batch.inputs, "targets": batch.targets}, "the run")
         parts = batch.cut(state.resolved.num_micro_batches, self.job.count)
         self._around = self.meter.measure if step in self._measures_at else contextlib.nullcontext
+        self._optimizer_meter.wants_norm = self._has_listener and self._collector.measures_norm
         if self._compiled is not None:
             loss = self._take_compiled(step, self._compiled, parts)
         else:
-            self._optimizer_meter.wants_norm = self._has_listener and self._collector.measures_norm
             is_timed = self._listen is not None and is_measured(step - self._layers_since)
             with self._layers.measure() if is_timed else contextlib.nullcontext():
                 loss = self._take([(part.inputs, part.targets, part.share, part.rows) for part in parts])
