@@ -8,7 +8,7 @@ from torch import nn
 
 import workbench as wb
 from tests.training.capture.captured_runs import assert_same, called, filled, step_of
-from workbench.errors import CaptureWarning
+from workbench.errors import CaptureError, CaptureWarning
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 
@@ -115,6 +115,52 @@ def test_hooks_that_come_and_go(add):
         return losses
 
     assert_same(*(run_ranks(lambda capture=capture: program(capture)) for capture in (True, False)))
+
+
+def test_a_hook_of_an_optimizer_that_comes_later_is_refused_as_an_earlier_one():
+    """Replays went on without it. The call after it runs as written, with the hook."""
+
+    def program():
+        module = wb.parallelize(filled(nn.Linear(4, 4)), "*: data | 1x2x1")
+        optimizer, seen = torch.optim.SGD(module.parameters(), lr=0.1), []
+        step = wb.capture(step_of(module, optimizer))
+        called(step, 3)
+        hook = optimizer.register_step_post_hook(lambda *_: seen.append(1))
+        called(step, 1)
+        with pytest.raises(CaptureError, match="SGD has 1 step hooks of its own"):
+            called(step, 1)
+        hook.remove()
+        called(step, 2)
+        assert (seen, step.num_recordings, step.num_replays) == ([1], 2, 2)
+
+    run_ranks(program)
+
+
+def test_a_captured_step_within_another_one_is_a_part_of_it():
+    """Also if it has replayed before the outer one is called: modes, and gradients to add to, are those of both."""
+
+    def program(capture):
+        module = wb.parallelize(nn.Sequential(filled(nn.Linear(4, 4)), nn.Dropout(0.5)), "*: data | 1x2x1")
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+        @capture
+        def passes(x):
+            loss = module(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        @capture
+        def step(x):
+            loss = passes(x)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        losses = [called(run, 1).full_tensor() for run in [passes] * 3 + [step] * 4]
+        module.eval()
+        return losses + [called(step, 1).full_tensor() for _ in range(4)]
+
+    assert_same(*(run_ranks(lambda capture=capture: program(capture)) for capture in (wb.capture, lambda step: step)))
 
 
 def test_memory_of_parameters_that_were_replaced_is_free():

@@ -54,7 +54,9 @@ class OptimizerStep:
         self._step: Callable[..., Any] = inspect.unwrap(type(optimizer).step)
 
     def fits(self) -> bool:
-        """Whether the optimizer has the parameters that it had, in the layouts that they had."""
+        """Whether the optimizer has the parameters that it had, in the layouts that they had, and still no hooks."""
+        if count_hooks(self.optimizer):
+            return False
         if self._swap is not None:
             return self._swap.fits(self.optimizer)
         params = parts_of(self.optimizer)
@@ -181,24 +183,33 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-_stepped = threading.local()
-"""``optimizers``: a list of each thread, if it is asked for. Simulated ranks are threads, torch's hooks are global."""
+class _Stepped(threading.local):
+    """Of each thread, since simulated ranks are threads, and torch's hooks are global."""
+
+    optimizers: list[Optimizer] | None = None
+
+
+_stepped = _Stepped()
 
 
 @contextmanager
 def stepped_optimizers() -> Iterator[list[Optimizer]]:
-    """Context that gives a list of the optimizers that step in this thread."""
-    found, before = list[Optimizer](), getattr(_stepped, "optimizers", None)
-    _stepped.optimizers = found
+    """Context that gives a list of the optimizers that step in this thread. There is one at a time."""
+    _stepped.optimizers = found = list[Optimizer]()
     try:
         yield found
     finally:
-        _stepped.optimizers = before
+        _stepped.optimizers = None
+
+
+def notes_optimizers() -> bool:
+    """Whether this thread is in the first call of a captured step, which notes what the step works on."""
+    return _stepped.optimizers is not None
 
 
 def _add_stepped(optimizer: Optimizer) -> None:
-    if (found := getattr(_stepped, "optimizers", None)) is not None:
-        found.append(optimizer)
+    if _stepped.optimizers is not None:
+        _stepped.optimizers.append(optimizer)
 
 
 before_steps.append(_add_stepped)

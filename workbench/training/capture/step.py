@@ -20,7 +20,7 @@ from workbench.training.capture.gradients import LeafCollector, has_grad, held_g
 from workbench.training.capture.graphs import GraphProgram
 from workbench.training.capture.guards import Guards, called_modules, kind_of, laid_out, own_input
 from workbench.training.capture.operators import RejectValueReads
-from workbench.training.capture.optimizer_steps import stepped_optimizers
+from workbench.training.capture.optimizer_steps import notes_optimizers, stepped_optimizers
 from workbench.training.capture.parts import written_memory
 from workbench.training.capture.read_numbers import Numbers, read_numbers
 from workbench.training.capture.recorded_transport import RecordedTransport
@@ -98,8 +98,8 @@ def capture(
     Raises:
         ValueError: there is no such backend, or no memory.
         CaptureError: the step reads a value (``.item()``, ``.tolist()``, ``if loss > 3``), computes a shape from
-            values, steps an optimizer with a closure, sets a learning rate (as a scheduler does), or keeps tensors for
-            its next call.
+            values, steps an optimizer with a closure or with hooks of its own, sets a learning rate (as a scheduler
+            does), or keeps tensors for its next call.
 
     >>> x = wb.ones(2, 2, placement=wb.placement(ranks=[0]), sbp=wb.sbp.broadcast)
     >>> double = wb.capture(lambda x: x * 2)
@@ -153,8 +153,8 @@ class CapturedStep(Generic[_Arguments, _Result]):
         world = current()
         leaves, structure = tree_flatten((args, kwargs))
         context = world.context
-        if context.tracer is not None or context.recorder is not None:
-            return self._step(*args, **kwargs)  # a tracer, or an outer recording, must see every call
+        if context.tracer is not None or context.recorder is not None or notes_optimizers():
+            return self._step(*args, **kwargs)  # a tracer, or an outer captured step, must see every call
         if world.num_rebuilds != self._num_rebuilds:
             self._forget_recordings(world.num_rebuilds)
         elif self._guards.have_changed():
