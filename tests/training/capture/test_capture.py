@@ -372,3 +372,23 @@ def test_global_inputs_may_be_boxed_within_the_step(sbp):
         return [called(*batch).full_tensor() for batch in batches]
 
     assert_same(run_ranks(lambda: program(wb.capture)), run_ranks(lambda: program(lambda step: step)))
+
+
+def test_tensors_from_outside_and_results_may_be_boxed_within_the_step():
+    """As masks and tables are. They do not keep what the recording has boxed them to."""
+
+    def program(capture):
+        ranks, found = wb.placement.all("cpu"), []
+        scale, x = (wb.ones(*shape, placement=ranks, sbp="S(0)") for shape in ((4,), (4, 4)))
+
+        @capture
+        def step(x):
+            rows = x * scale
+            return rows, rows + x.to_global(sbp="S(1)")
+
+        for _ in range(4):
+            found += step(x)
+            scale.mul_(2)
+        return [each.full_tensor() for each in found]
+
+    assert_same(run_ranks(lambda: program(wb.capture)), run_ranks(lambda: program(lambda step: step)))

@@ -143,6 +143,8 @@ class MicroBatchBoxings:
 
 def _keep(tensor: GlobalTensor, boxed: GlobalTensor, state: tuple[Any, ...]) -> None:
     layout, micro_batch, others = boxed._spec.layout, state[-1], dict[Any, Any]()
+    if (recorder := tensor._spec.world.context.recorder) is not None:
+        recorder.keeps_boxings(tensor)
     if micro_batch is not None:
         micro_batch.add(tensor)
         others = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
-from workbench.tensors.tensor_state import forget_derived
 from workbench.tensors.world import World
 from workbench.training.aten_functions import matmul_work
 from workbench.training.capture.gradients import held_grad
@@ -100,6 +100,7 @@ class Recorder(TorchDispatchMode):
         self._stepping: OptimizerStep | None = None
         self._copies: list[Call] = []
         self._inputs = [*inputs, *grads]
+        self._boxed: list[weakref.ref[GlobalTensor]] = []
         self._sizes: dict[Slot, int] = {}
         self.trace = Trace([self._new(tensor) for tensor in self._inputs], [], [], sizes=self._sizes)
 
@@ -149,6 +150,10 @@ class Recorder(TorchDispatchMode):
     def depends_on(self, tensor: torch.Tensor) -> None:
         """Let a replay be refused if the memory of this tensor has moved: the step works on it with another spec."""
         self.originals.append(tensor)
+
+    def keeps_boxings(self, tensor: GlobalTensor) -> None:
+        """Note that a tensor keeps what the step has boxed it to, until the step ends."""
+        self._boxed.append(weakref.ref(tensor))
 
     def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function, and record the call."""
@@ -254,9 +259,9 @@ class Recorder(TorchDispatchMode):
 
     def _check_leftovers(self, known: set[Slot]) -> None:
         known |= {self._slots[tensor] for tensor in self._inputs} | self.trace.constants.keys()
-        for tensor in self._inputs:
-            if isinstance(tensor, GlobalTensor):
-                forget_derived(tensor)  # what the step has boxed it to
+        for source in self._boxed:
+            if (boxed := source()) is not None:
+                boxed._boxings = None
         gc.collect()  # graphs and their functions may form cycles
         # A replay need not make placeholders again
         made = [t for t, slot in self._slots.items() if slot not in known and not getattr(t, "is_placeholder", False)]
@@ -267,7 +272,8 @@ class Recorder(TorchDispatchMode):
             raise CaptureError(
                 f"capture: {len(kept)} tensor{'s' * (len(kept) > 1)} of shape {shapes}{', ...' * (len(kept) > 4)} that "
                 "the step made outlives it without being returned. A replay makes new ones and renews nobody's "
-                "references. Return them, or write to tensors that are there already (x.copy_(...))."
+                "references. Return them, alone or in tuples, lists and dicts, or write to tensors that are there "
+                "already (x.copy_(...))."
             )
 
     def _next(self) -> Slot:
