@@ -81,9 +81,9 @@ class Guards:
         buffers = (buffer for part in self._parts.values() for buffer in part._buffers.values())
         return [*self._parameters, *(buffer for buffer in buffers if buffer is not None)]
 
-    def objects(self) -> list[Any]:
-        """The objects that the modules have now."""
-        return objects_of(self._parts.values())
+    def objects(self, others: Iterable[Any]) -> list[Any]:
+        """The objects that the modules and ``others`` have now."""
+        return objects_of(self._parts.values(), others)
 
     def numbers_drawn(self, objects: Iterable[Any]) -> list[Any]:
         """What changes when the step draws numbers of Python or numpy, also of generators that modules have."""

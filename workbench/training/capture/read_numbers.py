@@ -7,26 +7,28 @@ import reprlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain, repeat
 from operator import is_
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from workbench.tensors.program_state import is_object
-from workbench.tensors.reached_objects import OF_TORCH
+from workbench.tensors.reached_objects import OF_TORCH, contents_of_cell, names_in
 from workbench.training.pipelining.forward_cache import VALUES
 from workbench.training.strategies.fused_experts import PASSING
 
 _MOST_ENTRIES = 64
 """Of a list, tuple or dict that is compared."""
 _ABSENT = object()
-_NEVER_NUMBERS = OF_TORCH | vars(nn.Module).keys() | {"__class__"}
+_NEVER_NUMBERS = (OF_TORCH | vars(nn.Module).keys() | {"__class__"}) - {"forward"}
 _HELD = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, tuple, dict)
-_COMPARED_AS_ONE = (torch.Tensor, FunctionType, BuiltinFunctionType)
+_COMPARED_AS_ONE = (torch.Tensor, FunctionType, BuiltinFunctionType, MethodType)
 
 Key: TypeAlias = tuple[int, str]
 """The id of a module, or of an object that a module has, and the name of an attribute."""
@@ -45,16 +47,35 @@ _CHANGED: set[type] = set()
 """Classes whose reads are noted while a thread records."""
 
 
-def objects_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """The objects of the program that modules have, such as a configuration, and those that these have."""
+def objects_of(modules: Iterable[nn.Module], others: Iterable[Any] = ()) -> list[Any]:
+    """The objects of the program, such as a configuration, that modules have, that are among ``others``, or that these
+    have. Not optimizers, which replays call.
+    """
     found: dict[int, Any] = {}
     waiting: list[Any] = [value for m in modules for name, value in m.__dict__.items() if name not in OF_TORCH]
+    waiting += others
     while waiting:
         value = waiting.pop()
-        if id(value) not in found and not isinstance(value, VALUES) and is_object(value):
+        if id(value) not in found and not isinstance(value, (*VALUES, Optimizer)) and is_object(value):
             found[id(value)] = value
             waiting += value.__dict__.values()
     return list(found.values())
+
+
+def named_by(step: Any) -> list[Any]:
+    """What a step has beside its arguments: the object of a method, the arguments of a partial, and of variables around
+    a function and of its module those that its code names.
+    """
+    if isinstance(step, partial):
+        return [*named_by(step.func), *step.args, *step.keywords.values()]
+    if isinstance(step, MethodType):
+        return [*named_by(step.__func__), step.__self__]
+    decorated = getattr(step, "__wrapped__", None)
+    found = [] if decorated is None else named_by(decorated)
+    if not isinstance(step, FunctionType):
+        return [*found, step]
+    variables = [step.__globals__[name] for name in names_in(step.__code__) if name in step.__globals__]
+    return [*found, *variables, *chain.from_iterable(map(contents_of_cell, step.__closure__ or ()))]
 
 
 @contextmanager

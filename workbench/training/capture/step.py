@@ -22,7 +22,7 @@ from workbench.training.capture.guards import Guards, called_modules, kind_of, l
 from workbench.training.capture.operators import RejectValueReads
 from workbench.training.capture.optimizer_steps import notes_optimizers, stepped_optimizers
 from workbench.training.capture.parts import written_memory
-from workbench.training.capture.read_numbers import Numbers, read_numbers
+from workbench.training.capture.read_numbers import Numbers, named_by, read_numbers
 from workbench.training.capture.recorded_transport import RecordedTransport
 from workbench.training.capture.recorder import Recorder
 from workbench.training.capture.recordings import InputKind, Recording
@@ -66,16 +66,16 @@ def capture(
     A call records again if its inputs have another shape or layout, if another argument has another value, if a module
     that the step calls has another strategy, mode (``train()``, ``eval()``), set of frozen parameters or hooks, or has
     got other layers, parameters, buffers, plain tensors or functions, if a number that the step reads from a module
-    (``model.drop.p``) or from an object that the module has (``model.cfg.tau``; also strings, flags, and lists, tuples
-    and dicts of these with at most 64 entries) has another value, if parameters have moved, or if the world was
-    rebuilt. After ``max_recordings`` records, calls run normally, with a warning. All ranks make the same calls, with
-    inputs of equal logical shapes, and read the same numbers: a rank that alone reads another value records anew while
-    the others replay, and they wait for each other.
+    (``model.drop.p``) or from an object that the module has (``model.cfg.tau``) or that the step gets or names
+    (``args.tau``; also strings, flags, and lists, tuples and dicts of these with at most 64 entries) has another value,
+    if parameters have moved, or if the world was rebuilt. After ``max_recordings`` records, calls run normally, with a
+    warning. All ranks make the same calls, with inputs of equal logical shapes, and read the same numbers: a rank that
+    alone reads another value records anew while the others replay, and they wait for each other.
 
     A replay runs none of the step's Python: code that prints, counts calls or reads the clock has no new effect. A
-    warning names numbers of modules that the step itself changes, and random numbers of Python and numpy. What the step
-    takes from a variable outside (a batch, a weight of a loss, another optimizer) stays that of the recording: hand it
-    in as an argument.
+    warning names numbers of modules and objects that the step itself changes, and random numbers of Python and numpy.
+    What the step takes from a variable outside (a batch, a weight of a loss, another optimizer) stays that of the
+    recording: hand it in as an argument.
     Gradients are those that the step leaves in ``.grad``. Results have no history.
 
     With ``backend="inductor"``, torch's operators between two exchanges and optimizers (dropout included) are compiled
@@ -193,7 +193,7 @@ class CapturedStep(Generic[_Arguments, _Result]):
                 warn_of_values(self._name, changed, self._max_recordings)
             return self._step(*args, **kwargs)
         _log.info("capture: recording %d of %s", self.num_recordings + 1, self._name)
-        objects = self._guards.objects()
+        objects = self._guards.objects((*leaves, *named_by(self._step)))
         before, drawn = self._guards.numbers(objects), self._guards.numbers_drawn(objects)
         with read_numbers(objects) as reads:
             result, recording = _record(self._step, world, leaves, structure, kind, self._options)

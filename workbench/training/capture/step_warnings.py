@@ -35,7 +35,7 @@ def warn_of_changes(name: str, num_calls: int) -> None:
 
 
 def warn_of_numbers(name: str, changed: Sequence[str]) -> None:
-    """The step changes numbers of its modules, or draws random ones; ``changed`` has a text for each."""
+    """The step changes numbers of modules and objects, or draws random ones; ``changed`` has a text for each."""
     _warn(
         f"{name} changes numbers that are in no tensor: {', '.join(changed)}. A replay neither changes, reads nor "
         "draws them: they stay those of the recording. Do that outside of the step, or keep them in tensors."
@@ -43,9 +43,9 @@ def warn_of_numbers(name: str, changed: Sequence[str]) -> None:
 
 
 def warn_of_values(name: str, changed: Sequence[str], max_recordings: int) -> None:
-    """Numbers that the step reads from modules have had too many values; ``changed`` has a text for each."""
+    """Numbers that the step reads have had too many values; ``changed`` has a text for each."""
     _warn(
-        f"{name} reads numbers of its modules that change between calls: {', '.join(changed)}. Every value is a "
+        f"{name} reads numbers that change between calls: {', '.join(changed)}. Every value is a "
         f"recording of its own, and there are {max_recordings} already (max_recordings={max_recordings}). Such calls "
         "run as they are. Keep the number in a tensor that the step reads, and write to it: module.tau.fill_(0.5)."
     )
