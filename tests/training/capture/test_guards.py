@@ -178,6 +178,19 @@ def test_memory_of_parameters_that_were_replaced_is_free():
     run_ranks(program, 1)
 
 
+def test_modules_that_each_call_makes_are_no_reason_to_record_anew():
+    """A loss that the step makes, for example, when inputs of several shapes take turns."""
+
+    def program():
+        module = filled(nn.Linear(4, 4))
+        captured = wb.capture(lambda x: nn.MSELoss()(module(x), x).detach())
+        for rows in (4, 4, 4, 5, 5, 4, 5):
+            called(captured, 1, (rows, 4))
+        return captured.num_recordings, captured.num_replays
+
+    assert run_ranks(program, 1) == [(2, 3)]
+
+
 def test_modules_that_change_before_each_call_are_told():
     def program():
         module = filled(nn.Linear(4, 4))

@@ -84,3 +84,19 @@ def test_parameters_that_only_lists_hold():
         return sums
 
     assert run_ranks(program, 1) == [[[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]] * 3]
+
+
+def test_a_parameter_that_only_a_list_holds_is_frozen_and_trained_again():
+    def program():
+        parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+        captured, found = wb.capture(lambda x: (torch.cat(tensors=parameters) * x).sum().backward()), []
+        for number in range(6):
+            parameters[1].requires_grad_(number not in (3, 4))
+            for parameter in parameters:
+                parameter.grad = None
+            captured(torch.ones(4))
+            found.append([parameter.grad is not None for parameter in parameters])
+        assert (captured.num_recordings, captured.num_replays) == (2, 3)
+        return found
+
+    assert run_ranks(program, 1) == [[[True, True]] * 3 + [[True, False]] * 2 + [[True, True]]]

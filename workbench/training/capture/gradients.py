@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -38,11 +39,20 @@ def held_grad(leaf: torch.Tensor) -> torch.Tensor | None:
 
 
 def has_grad(leaf: torch.Tensor) -> bool:
-    """Whether a leaf has a gradient: a placeholder, whether its owner has one. All ranks say the same."""
+    """Whether a leaf has a gradient: a placeholder, whether its owner has one. All ranks say the same. Under
+    ``local_torch``.
+    """
     if isinstance(leaf, GlobalTensor) and leaf._spec.is_placeholder:
         return leaf._gradient.placeholder is not False
+    return held_grad(leaf) is not None
+
+
+def gradient_kinds(leaves: Iterable[torch.Tensor]) -> tuple[tuple[bool, bool], ...]:
+    """Of each leaf, whether it takes a gradient, and whether it has one: no module may have it, so that guards see a
+    change.
+    """
     with local_torch():
-        return held_grad(leaf) is not None
+        return tuple([(leaf.requires_grad, has_grad(leaf)) for leaf in leaves])
 
 
 def shard_spec(leaf: torch.Tensor) -> Spec | None:

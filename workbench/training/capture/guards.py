@@ -5,7 +5,8 @@ kinds of its inputs. ``read_numbers`` has the numbers that the step reads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -22,18 +23,21 @@ from workbench.training.strategies.state import STATE
 
 
 @contextmanager
-def called_modules() -> Iterator[list[nn.Module]]:
-    """Context that gives a list of the modules that this thread calls in it, each once."""
-    thread, found, seen = threading.get_ident(), list[nn.Module](), set[int]()
+def called_modules() -> Iterator[Callable[[], list[nn.Module]]]:
+    """Context that gives a function, which returns the modules that this thread has called in it, each once. A module
+    that the step makes, such as a loss, is none when the step has ended: the next call makes another one.
+    """
+    thread, found = threading.get_ident(), dict[int, weakref.ref[nn.Module]]()
 
     def note(module: nn.Module, _args: Any) -> None:
-        if threading.get_ident() == thread and id(module) not in seen:  # simulated ranks are threads
-            seen.add(id(module))
-            found.append(module)
+        if threading.get_ident() == thread:  # simulated ranks are threads
+            known = found.get(id(module))
+            if known is None or known() is not module:
+                found[id(module)] = weakref.ref(module)
 
     handle = register_module_forward_pre_hook(note)
     try:
-        yield found
+        yield lambda: [module for known in found.values() if (module := known()) is not None]
     finally:
         handle.remove()
 

@@ -70,11 +70,11 @@ class InputKind:
         leaves: the leaves of autograd that the step works on.
         held: the parameters and buffers of the modules that it calls.
         optimizers: that have stepped in the normal call.
-        recordings: by the leaves that have a gradient when the step begins.
+        recordings: by the leaves that take a gradient, and that have one, when the step begins.
     """
 
     numbers: Numbers
     leaves: list[torch.Tensor]
     held: list[torch.Tensor]
     optimizers: list[Optimizer]
-    recordings: dict[tuple[bool, ...], Recording]
+    recordings: dict[tuple[tuple[bool, bool], ...], Recording]

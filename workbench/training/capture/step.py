@@ -16,7 +16,14 @@ from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, pla
 from workbench.tensors.tensor_state import gradient_state, memory_of
 from workbench.tensors.world import World, current
 from workbench.training.capture.compiled import Program
-from workbench.training.capture.gradients import LeafCollector, has_grad, held_grad, hold_grad, shard_spec
+from workbench.training.capture.gradients import (
+    LeafCollector,
+    gradient_kinds,
+    has_grad,
+    held_grad,
+    hold_grad,
+    shard_spec,
+)
 from workbench.training.capture.graphs import GraphProgram
 from workbench.training.capture.guards import Guards, called_modules, kind_of, laid_out, own_input
 from workbench.training.capture.operators import RejectValueReads
@@ -168,7 +175,7 @@ class CapturedStep(Generic[_Arguments, _Result]):
         if kind is None:
             with LeafCollector() as seen, called_modules() as modules, stepped_optimizers() as optimizers:
                 result = self._step(*args, **kwargs)
-            self._guards.add(modules)
+            self._guards.add(modules())
             if self._forget_one():
                 which = f"another kind of inputs than {_MOST_KINDS} before, of which none has come twice"
                 warn_of_inputs(self._name, leaves, which)
@@ -177,7 +184,7 @@ class CapturedStep(Generic[_Arguments, _Result]):
             kind = InputKind(Numbers(), worked_on, self._guards.tensors(), optimizers, {})
             self._kinds.setdefault((key, self._guards.now()), []).append(kind)
             return result
-        graded = tuple(map(has_grad, kind.leaves))
+        graded = gradient_kinds(kind.leaves)
         recording = kind.recordings.get(graded)
         if recording is not None and recording.fits():
             self.num_replays += 1
@@ -265,7 +272,7 @@ def _record(
     try:
         with is_recording, RejectValueReads(), recorder, called_modules() as modules:
             result = tree_map(_without_history, step(*args, **kwargs))
-            end_sums(module for module in modules if STATE in module.__dict__)
+            end_sums(module for module in modules() if STATE in module.__dict__)
     finally:
         restore_transport(world, transport)
     parts, result_structure = tree_flatten(result)
@@ -291,11 +298,11 @@ def _record(
         ]
         written = [tensor for tensor in recorder.originals if tensor.untyped_storage()._cdata in changed]
         trace = options.prepare(trace, sum(isinstance(part, torch.Tensor) for part in parts))
-    elsewhere = [
-        (leaf, has_grad(leaf))
-        for leaf in _joined(kind.leaves, recorder.placeholders)
-        if isinstance(leaf, GlobalTensor) and leaf._spec.is_placeholder
-    ]
+        elsewhere = [
+            (leaf, has_grad(leaf))
+            for leaf in _joined(kind.leaves, recorder.placeholders)
+            if isinstance(leaf, GlobalTensor) and leaf._spec.is_placeholder
+        ]
     results = [(isinstance(part, torch.Tensor), _layout_or_value(part)) for part in parts]
     made = [(leaf, output, shard_spec(leaf)) for leaf, output in zip(leaves, left, strict=True) if output is not None]
     recording = Recording(
