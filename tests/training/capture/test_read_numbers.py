@@ -4,7 +4,6 @@ import random
 import threading
 import warnings
 from enum import Enum
-from functools import partial
 
 import numpy as np
 import pytest
@@ -12,17 +11,10 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.training.capture.captured_runs import called, filled
+from tests.training.capture.captured_runs import Config, Trainer, called, filled
 from workbench.errors import CaptureWarning
 from workbench.testing import run_ranks
 from workbench.training.capture.read_numbers import read_numbers
-
-
-class Config:
-    t = 1
-
-    def __init__(self, **attributes):
-        self.__dict__ |= attributes
 
 
 class Pair(tuple):
@@ -161,25 +153,6 @@ class OwnGetattribute(Scaled):
         return super().__getattribute__(name.removeprefix("my_"))
 
 
-class Trainer:
-    """What a program has around a step: settings, and methods that read them."""
-
-    def __init__(self, t):
-        self.cfg, self.scale = Config(t=t), 1
-
-    def factor(self, _):
-        return self.cfg.t * self.scale
-
-    def step(self, x):
-        return x * self.factor(x)
-
-    @torch.no_grad()
-    def decorated(self, x):
-        return self.step(x)
-
-    __call__ = step
-
-
 def wrapped():
     module = OwnGetattr(lambda module: module.tau)
     module.inner = Scaled(None, tau=1)
@@ -214,33 +187,6 @@ CASES = {
     "own getattr": (wrapped, lambda m: setattr(m.inner, "tau", 2)),
     "own getattribute": (lambda: OwnGetattribute(lambda m: m.my_tau, tau=1), set_to(2)),
 }
-
-
-TRAINER = Trainer(1)
-STEPS = {
-    "method": TRAINER.step,
-    "decorated method": TRAINER.decorated,
-    "object": TRAINER,
-    "partial": partial(Trainer.step, TRAINER),
-    "variable of the module": lambda x: x * TRAINER.factor(x),
-    "variable around it": (lambda trainer: lambda x: x * trainer.factor(x))(TRAINER),
-    "argument": Trainer.step,
-}
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_numbers_of_objects_that_the_step_gets_or_names(name, monkeypatch):
-    def program():
-        captured, x = wb.capture(STEPS[name]), torch.arange(12.0).reshape(3, 4)
-        given = (TRAINER, x) if name == "argument" else (x,)
-        for of, attribute, value in ((TRAINER.cfg, "t", 2), (TRAINER, "scale", 3)):
-            for _ in range(3):
-                captured(*given)
-            monkeypatch.setattr(of, attribute, value)
-            assert torch.equal(captured(*given), TRAINER.step(x))
-        assert (captured.num_recordings, captured.num_replays) == (2, 3)
-
-    run_ranks(program, 1)
 
 
 @pytest.mark.parametrize("name", CASES)

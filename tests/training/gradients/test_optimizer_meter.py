@@ -93,3 +93,33 @@ def test_other_optimizers():
         sparse, lambda p: torch.optim.SGD(p, lr=0.0), lambda m: m(torch.tensor([1, 1])).sum().backward()
     )
     assert found == pytest.approx(math.sqrt(8.0)), "a row that is read twice has gradients of 2"
+
+
+@pytest.mark.parametrize("strategy", [None, "*: model:row | 1x1x2", "*: data | 1x2x1 zero=1"])
+def test_replays_of_a_captured_step_are_read(strategy):
+    """Rate and norm are those of each replay, also of plain parameters; a meter is no hook that a recording refuses."""
+    slope = nn.Linear(2, 1, bias=False)
+
+    def program():
+        model = copy.deepcopy(slope) if strategy is None else wb.parallelize(copy.deepcopy(slope), strategy)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.5), []
+
+        @wb.capture
+        def step(x):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+        meter = OptimizerMeter(optimizer)
+        meter.wants_norm = True
+        for number in range(4):
+            step(torch.tensor([[3.0, 4.0]]) * 2**number)
+            rate, norm = meter.take()
+            found.append((rate["learning_rate"], float(norm)))
+            optimizer.param_groups[0]["lr"] *= 0.5
+        assert (step.num_recordings, step.num_replays) == (1, 2)
+        return found
+
+    for number, ranks in enumerate(zip(*run_ranks(program), strict=True)):
+        assert {rate for rate, _ in ranks} == {0.5 ** (number + 1)}
+        assert math.hypot(*(norm for _, norm in ranks)) == pytest.approx(5.0 * 2**number)

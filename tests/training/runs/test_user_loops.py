@@ -221,34 +221,6 @@ def values_of(messages) -> dict[str, list[tuple[int, float]]]:
 SLOPE = nn.Linear(2, 1, bias=False)
 
 
-def captured_steps(strategy):
-    """A loop whose step is captured: one normal call, a recording, and replays; its gradients double."""
-    model = copy.deepcopy(SLOPE) if strategy is None else wb.parallelize(copy.deepcopy(SLOPE), strategy)
-    optimizer = optim.SGD(model.parameters(), lr=0.5)
-
-    def step(x):
-        optimizer.zero_grad()
-        loss = model(x).sum()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    run = wb.capture(step)
-    for number in range(5):
-        loss = run(tensor([[3.0, 4.0]]) * 2**number)
-        wb.log(loss=loss, samples=8, optimizer=optimizer)
-        optimizer.param_groups[0]["lr"] *= 0.5
-    assert (run.num_recordings, run.num_replays) == (1, 3)
-
-
-@pytest.mark.parametrize("strategy", ["*: model:row | 1x1x2", "*: data | 1x2x1 zero=1", None])
-def test_learning_rate_and_gradient_norm_of_replays(received, strategy):
-    run_cell(lambda: captured_steps(strategy))
-    found = values_of(received)
-    assert found["learning_rate"][1:] == [(number, 0.5**number / 2) for number in range(1, 5)]
-    assert found["gradient_norm"] == [(number, 5.0 * 2**number) for number in range(1, 5)]
-
-
 def three_steps(to=None):
     """A loop that reports what people report; its gradients are those of 3 x + 4 y."""
     placement = wb.placement("cpu", ranks=[0, 1])
