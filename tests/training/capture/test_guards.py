@@ -178,6 +178,19 @@ def test_memory_of_parameters_that_were_replaced_is_free():
     run_ranks(program, 1)
 
 
+def test_a_warning_says_that_parameters_moved_too_often():
+    def program():
+        module = wb.parallelize(filled(nn.Linear(4, 4)), "*: data")
+        step = wb.capture(lambda x: module(x).detach(), max_recordings=2)
+        called(step, 3)
+        for _ in range(2):
+            module.weight.data = module.weight.data.clone()
+            called(step, 1)
+
+    with pytest.warns(CaptureWarning, match=r"parameters or buffers have moved.*copy_.*max_recordings=2"):
+        run_ranks(program, 1)
+
+
 def test_modules_that_each_call_makes_are_no_reason_to_record_anew():
     """A loss that the step makes, for example, when inputs of several shapes take turns."""
 

@@ -49,6 +49,7 @@ _MOST_KINDS = 32
 """Of inputs that have come once. They have no recording, but hold memory."""
 _MOST_CHANGES = 8
 """Of the modules before a warning, one after the other without a replay."""
+_HAVE_MOVED = "of a recorded kind, but parameters or buffers have moved; p.data.copy_(...) moves none"
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -194,6 +195,7 @@ class CapturedStep(Generic[_Arguments, _Result]):
             changed = [] if kind.recordings else next((c for k in reversed(kinds) if (c := k.numbers.changes())), [])
             if not changed:
                 limit = f"none of the {self.num_recordings} kinds of inputs it was recorded for"
+                limit = limit if recording is None else _HAVE_MOVED
                 warn_of_inputs(self._name, leaves, f"{limit} (max_recordings={self._max_recordings})")
             elif not self._has_warned_of_values:
                 self._has_warned_of_values = True
