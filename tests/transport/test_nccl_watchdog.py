@@ -358,6 +358,18 @@ def test_torchs_watchdog_comes_later_and_leaves_the_process_alive(monkeypatch, c
     assert "TORCH_NCCL_ENABLE_MONITORING=1: a call over NCCL that hangs may end this process" in caplog.text
 
 
+def test_torchs_watchdog_leaves_a_worker_of_torchrun_alive(monkeypatch, caplog):
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "0")
+    monkeypatch.setenv(name, "1")  # as torchrun does where nobody has set it
+    nccl_watchdog.disarm_torch()
+    assert os.environ[name] == "0" and not caplog.text
+    monkeypatch.setenv(name, "3")  # the user
+    nccl_watchdog.disarm_torch()
+    assert os.environ[name] == "3" and f"{name}=3: a call over NCCL that hangs may end this process" in caplog.text
+
+
 def test_torch_knows_the_settings():
     folder = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
     text = (folder / "ProcessGroupNCCL.hpp").read_text()

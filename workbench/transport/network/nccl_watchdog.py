@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from workbench.transport.network.hang_detector import HAS_LEFT
@@ -43,6 +44,8 @@ _TORCH_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # neither a timeout nor an error of NCCL ends the process
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # nor does an abort that takes long
 }
+_TORCHRUN_SETS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+"""What torchrun puts into the environment of its workers if nobody has set it."""
 _TORCH_WAITS_TIMES = 10
 """torch reports a call that has taken this multiple of our timeout."""
 _log = logging.getLogger(__name__)
@@ -95,7 +98,10 @@ def disarm_torch() -> None:
     """Keep torch's own watchdog from ending this process; call it before NCCL's group is made. What the user has set in
     the environment stays.
     """
+    by_torchrun = _TORCHRUN_SETS[0] if dist.is_torchelastic_launched() else ""
     for name, value in _TORCH_SETTINGS.items():
+        if name == by_torchrun and os.environ.get(name) == _TORCHRUN_SETS[1]:
+            os.environ[name] = value
         if os.environ.setdefault(name, value) != value:
             _log.warning(
                 "%s=%s: a call over NCCL that hangs may end this process with its variables. The workbench needs %s to "
