@@ -8,12 +8,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import DistBackendError, PrefixStore, TCPStore
 
 from tests.timeouts import PROMPT_S, WAIT_TIMEOUT_S
+from tests.transport import played_nccl
 from tests.transport.nccl_ranks import rendezvous_of, run_played
 from workbench.errors import CollectiveAborted
 from workbench.transport import selection
@@ -179,6 +181,23 @@ def test_ranks_that_close_or_fail_are_named(watches):
     assert one.find_hang().endswith("in a sum: rank 2 gave up: KeyboardInterrupt")  # nobody can go on
 
 
+def test_an_error_that_torch_has_found_is_the_reason_if_no_rank_has_another_one(watches, monkeypatch):
+    error = SimpleNamespace(name="SUCCESS")
+    backend = SimpleNamespace(get_error=lambda: error)
+    group = SimpleNamespace(_get_backend=lambda device: backend)
+    groups = SimpleNamespace(pg_map=[SimpleNamespace(_get_backend=lambda device: object()), group])
+    monkeypatch.setattr(nccl_watchdog, "distributed_c10d", SimpleNamespace(_world=groups))
+    one, two, _ = watches
+    one.call(Call, "a sum", [nccl_watchdog.group_channel([0, 1])], [0, 1])
+    assert one.find_hang() is None
+    error.name = "COMM_ERROR"  # the other host is gone
+    assert one.find_hang().startswith(
+        "rank 0 stopped waiting in a sum: NCCL reports COMM_ERROR, as when a host is lost"
+    )
+    two.end("gave up: KeyboardInterrupt")  # which has closed its connections
+    assert one.find_hang() == "rank 0 stopped waiting in a sum: rank 1 gave up: KeyboardInterrupt"
+
+
 def test_forgotten_headers_cause_no_error(watches):
     one, two, _ = watches
     one.call(Call, "old", [nccl_watchdog.send_channel(0, 1)], [1])
@@ -301,6 +320,26 @@ def test_an_abort_ends_the_waits_of_all_ranks():
     assert nccl.aborted == {0, 1, 2} and "stopped in barrier: the user has had enough" in str(results[0])
     for result in results[1:]:
         assert isinstance(result, CollectiveAborted) and "rank 0 gave up: the user has had enough" in str(result)
+
+
+def test_a_failure_of_nccl_ends_the_world(monkeypatch):
+    wait = played_nccl.Call.wait
+
+    def fails_on_rank_0(call):
+        if call.rank == 0 and call.parts[0].kind == "sum":
+            raise DistBackendError("unhandled system error\nconnection closed by a remote peer")
+        wait(call)
+
+    monkeypatch.setattr(played_nccl.Call, "wait", fails_on_rank_0)
+
+    def program(transport, rank):
+        transport.all_reduce(torch.ones(1), [0, 1], "sum", 0, "the loss")
+        transport.all_gather(torch.zeros(1), "barrier")
+
+    results, _ = run_played(program, 2, finds_stalls=False)
+    assert all(isinstance(result, CollectiveAborted) for result in results)
+    assert "rank 0 stopped in the loss, sum of 1: NCCL reports unhandled system error" in str(results[0])
+    assert "in barrier" in str(results[1]) and "rank 0 gave up: NCCL reports unhandled system error" in str(results[1])
 
 
 def test_a_missing_rank_is_named_with_its_last_call():

@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import DistBackendError, distributed_c10d
 
 from workbench.core.boxing import LinkCost
 from workbench.errors import CollectiveAborted
-from workbench.transport.base import ACCUMULATED_IN_32_BITS, PeerTensor, Transport, pack
+from workbench.transport.base import ACCUMULATED_IN_32_BITS, PeerTensor, Transport, pack, reason_of
 from workbench.transport.network import nccl_watchdog
 from workbench.transport.network.hang_detector import HAS_LEFT
 from workbench.transport.network.nccl_watchdog import NcclWatchdog, Pending, StreamPosition, torch_timeout
@@ -255,19 +255,24 @@ class DistributedTransport(Transport):
         Afterwards nothing of them is held but a position of the stream: the host may be far ahead of the device, and
         torch's handles would keep all results until then.
         """
-        for call in calls:
-            for work in call.works or ():
-                work.wait()
-            call.works = () if self.device.type == "cpu" else (StreamPosition(self.device),)
+        with self._calling(header):
+            for call in calls:
+                for work in call.works or ():
+                    work.wait()
+                call.works = () if self.device.type == "cpu" else (StreamPosition(self.device),)
         self._raise_if_aborted(header)
 
     @contextmanager
     def _calling(self, header: str) -> Iterator[None]:
-        """Context of calls. The watchdog may abort at any moment, and torch refuses calls after that."""
+        """Context of calls and waits. The watchdog may abort at any moment, and torch refuses calls after that. A
+        failure of NCCL, such as a lost connection, ends the world.
+        """
         self._raise_if_aborted(header)
         try:
             yield
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, DistBackendError):
+                self.abort(f"NCCL reports {reason_of(error)}")
             self._raise_if_aborted(header)
             raise
 

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 from workbench.transport.network.hang_detector import HAS_LEFT
@@ -252,6 +253,8 @@ class NcclWatchdog:
                 )
             if status["ended"] and not _has_made(call, status):
                 return f"rank {peer} {status['ended']}"
+        if (error := group_error()) is not None:  # the call counts as completed, and the device waits for ever
+            return f"NCCL reports {error}, as when a host is lost; torch's own lines on this rank say more"
         if time.monotonic() - call.started_s > self._timeout_s:
             last = "; ".join(f"rank {peer} {_last_of(call, statuses.get(peer))}" for peer in sorted(call.ranks))
             return f"it has not ended for {self._timeout_s:g} s; {last}"
@@ -294,6 +297,16 @@ def _last_of(call: Pending, status: dict[str, Any] | None) -> str:
         if headers:
             return f"has made {number} calls of {channel}, the last one {headers[-1]}"
     return "has recorded no such call"
+
+
+def group_error() -> str | None:
+    """The name of the first error that torch's own watchdog has found in a call over NCCL, such as ``COMM_ERROR``."""
+    for group in list(distributed_c10d._world.pg_map):
+        with suppress(RuntimeError, AttributeError):  # a group of another backend
+            found = group._get_backend(torch.device("cuda")).get_error().name
+            if found != "SUCCESS":
+                return str(found)
+    return None
 
 
 def unfinished_calls() -> str:
