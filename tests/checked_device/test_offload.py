@@ -144,6 +144,35 @@ def test_optimizers(name):
     assert same(trained("*: data | offload=optimizer", make), trained("*: data", make))
 
 
+def test_a_step_for_which_the_device_has_no_memory_can_be_taken_again(monkeypatch):
+    built, make, failed = mlp(), Staging.buffer, set()
+
+    def buffer(self, slot, num_bytes):
+        if slot == 1 and num_bytes and self not in failed:
+            failed.add(self)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return make(self, slot, num_bytes)
+
+    monkeypatch.setattr(Staging, "buffer", buffer)
+
+    def program(strategy):
+        model = wb.parallelize(copy.deepcopy(built), strategy)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        for number in range(3):
+            optimizer.zero_grad()
+            own_step(model)
+            if number == 1 and "offload" in strategy:
+                with pytest.raises(torch.OutOfMemoryError):
+                    optimizer.step()
+            optimizer.step()
+        weights = [p.full_tensor() for p in model.parameters()]
+        return [v.detach().cpu().clone() for v in (*weights, *tensors_of(optimizer))], 0
+
+    found = run_ranks(lambda: program("*: data | offload=optimizer"), device=DEVICE)
+    assert len(failed) == 2
+    assert same(found, run_ranks(lambda: program("*: data"), device=DEVICE))
+
+
 def test_a_buffer_that_is_read_too_early_gives_wrong_numbers(monkeypatch):
     monkeypatch.setattr(Staging, "wait", lambda *_: None)
     assert not same(trained("*: data | offload=optimizer"), trained("*: data"))

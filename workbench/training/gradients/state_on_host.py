@@ -129,12 +129,13 @@ class StateOnHost:
 
     def _bring_in(self, bucket: _Bucket, slot: int, parts: list[torch.Tensor], state: Any) -> None:
         """Begin to bring the state of a bucket to the device. Nothing waits for it yet."""
-        bucket.slot = slot
         if self._staging is None:
+            bucket.slot = slot
             for memory in bucket.memory:
                 self._memory.will_read(memory)
             return
-        bucket.bind(self._staging.buffer(slot, bucket.num_bytes))
+        bucket.bind(self._staging.buffer(slot, bucket.num_bytes))  # there may be no memory for it
+        bucket.slot = slot
         self._staging.fill(slot, bucket.memory)
         for number, values, key, value in _of_elements(bucket, parts, state):
             place = bucket.places.get((number, key))
