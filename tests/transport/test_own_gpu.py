@@ -119,6 +119,32 @@ def test_the_first_choice_is_the_gpu_of_the_number_on_the_host(environment, num_
     assert own_gpu.first_choice(6 if num_seen == 4 else 0) == expected
 
 
+@pytest.mark.parametrize(
+    ("device", "world_size", "present", "number"),
+    [
+        (None, 8, 0, 1),
+        (None, 8, 3, 1),  # the rank's own, whatever a former world has left
+        (None, 1, 3, 3),
+        (None, 1, 0, 1),
+        ("cuda", 8, 0, 1),  # ranks share the GPUs, not the first one
+        ("cuda", 8, 3, 3),
+        ("cuda:0", 8, 3, 0),
+    ],
+)
+def test_a_gpu_without_a_number_is_the_ranks_own_or_the_present_one(device, world_size, present, number, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: present)
+    assert own_gpu.choose(device, 5, world_size) == torch.device("cuda", number)
+
+
+def test_a_named_cpu_is_the_device(monkeypatch):
+    assert own_gpu.choose("cpu", 0, 2) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert own_gpu.choose(None, 0, 1) == torch.device("cpu")
+
+
 PROGRAM = """
 import sys, warnings
 import torch

@@ -164,7 +164,9 @@ def init(
         rank, world_size: default to RANK and WORLD_SIZE (or Open MPI's), else to a world of one rank.
         init_method: rendezvous of torch.distributed, e.g. ``"file:///path"``. Default: that of the launcher (``env://``).
         backend: ``"gloo"`` or ``"nccl"``, also between GPUs of one host. Default: nccl for GPUs, gloo for CPUs.
-        device: the device of shards. Default: a GPU if every rank has one to itself, else the CPU.
+        device: the device of shards. Default: a GPU if every rank has one to itself, else the CPU. ``"cuda"``: the GPU
+            of the rank's number on its host, which ranks share where there are fewer, or the one of
+            ``torch.cuda.set_device``.
         timeout_s: seconds that a rank waits for the others.
         generation: number of the world under ``init_method``, which serves several, one after the other; default how
             many this process has joined. A process that takes the place of a dead rank names it (``rebuild``).
@@ -202,7 +204,7 @@ def init(
             "call dist.destroy_process_group() before it."
         )
     is_free = device is None
-    chosen = own_gpu.first_choice(rank) if device is None else torch.device(device)
+    chosen = own_gpu.choose(device, rank, world_size)
     transport: Transport
     requested = selection.requested_transport(chosen, backend)
     with HeldInterrupt(at_most_s=_HELD_AT_MOST_S) as interrupt:

@@ -20,6 +20,22 @@ from workbench.transport.rendezvous import Member, Rendezvous
 from workbench.units import counted, format_ranks
 
 
+def choose(device: str | torch.device | None, rank: int, world_size: int) -> torch.device:
+    """The device that a rank would take; None where nobody names one.
+
+    A GPU without a number is the one that the program has made the present one, as ``torch.cuda.set_device(2)`` does,
+    else the one of the rank's number on its host: torch's present one is ``cuda:0`` in every process. So is the device
+    of a rank that is alone.
+    """
+    named = torch.device("cuda" if device is None else device)
+    if named.type != "cuda" or named.index is not None:
+        return named
+    if device is None and (world_size > 1 or not torch.cuda.is_available()):
+        return first_choice(rank)
+    present = torch.cuda.current_device()
+    return torch.device("cuda", present) if present else first_choice(rank)
+
+
 def first_choice(rank: int) -> torch.device:
     """The GPU that a rank takes if no other one does; the CPU if it sees none.
 
