@@ -63,6 +63,11 @@ def test_the_requested_transport(monkeypatch):
     monkeypatch.setenv(selection.VARIABLE, "nccl")
     with pytest.raises(WorldError, match=r"WORKBENCH_TRANSPORT=nccl: it is for GPUs, and this rank works on cpu"):
         selection.requested_transport(CPU, None)
+    monkeypatch.delenv(selection.VARIABLE)
+    with pytest.raises(WorldError, match=r'init\(backend="nccl"\): it is for GPUs, and this rank works on cpu'):
+        selection.requested_transport(CPU, "nccl")
+    with pytest.raises(WorldError, match=r"init\(backend='cpu:gloo,cuda:nccl'\): it is \"gloo\" or \"nccl\""):
+        selection.requested_transport(GPU, "cpu:gloo,cuda:nccl")
 
 
 def choose(members, behaviour=None, **maker):

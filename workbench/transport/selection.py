@@ -154,12 +154,18 @@ def requested_transport(device: torch.device, backend: str | None) -> str:
     """The transport that the environment, else the argument ``backend`` of ``init``, requests; ``auto`` if neither.
 
     Raises:
-        WorldError: the environment names an unknown transport, or one that does not support this device.
+        WorldError: the environment or the argument names an unknown one, or one that does not support this device.
     """
     wanted = requested_by_environment()
-    if wanted == "nccl" and device.type != "cuda":
+    if backend not in (None, "gloo", "nccl"):
         raise WorldError(
-            f'{VARIABLE}=nccl: it is for GPUs, and this rank works on {device}. Use device="cuda" or unset it.'
+            f'init(backend={backend!r}): it is "gloo" or "nccl". Leave it out: GPUs then have NCCL, and CPUs gloo. '
+            "After wb.init(), dist.new_group(backend=...) makes a group of another one."
+        )
+    if "nccl" in (wanted, backend) and device.type != "cuda":
+        asked = f"{VARIABLE}=nccl" if wanted == "nccl" else 'init(backend="nccl")'
+        raise WorldError(
+            f'{asked}: it is for GPUs, and this rank works on {device}. Use device="cuda" or leave nccl out.'
         )
     return wanted if wanted != "auto" else backend or "auto"
 
