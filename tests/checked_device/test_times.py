@@ -11,6 +11,7 @@ from tests.checked_device import DEVICE, counted
 from tests.checked_device.clock import LAUNCH_S
 from tests.checked_device.test_training import X, Y, mlp, scheduled_step
 from workbench.core.metrics import LastSteps, StepBlock, StepSpans
+from workbench.errors import CaptureError
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 from workbench.training.diagnostics.device_use import DeviceMeter
@@ -36,6 +37,18 @@ def test_a_time_is_read_when_the_device_has_come_to_it():
         assert not stopped.has_passed and not counts.waits
         assert seconds(stopped) - seconds(started) == pytest.approx(counts.launches.total() * LAUNCH_S)
     assert counts.waits == {"event": 1} and stopped.has_passed
+
+
+def test_an_exchange_in_a_graph_that_torch_records_is_an_error_with_the_fix(monkeypatch):
+    module = torch.get_device_module(DEVICE)
+    monkeypatch.setattr(module, "is_current_stream_capturing", lambda: True, raising=False)
+
+    def program():
+        terms = wb.ones(4, placement=wb.placement(ranks=[0, 1]), sbp="P")
+        with pytest.raises(CaptureError, match=r'wb.capture\(step, backend="cudagraphs"\)'):
+            terms.to_global(sbp="B")
+
+    run_ranks(program, 2, device=DEVICE)
 
 
 def test_exchanges_that_the_device_has_done_are_not_kept():

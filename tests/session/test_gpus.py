@@ -77,6 +77,7 @@ def machine(monkeypatch, tmp_path):
         ({"listing": "mig", "chosen": SLICES[1]}, SLICES[1:], ""),
         ({"listing": "eight_gpus", "chosen": "3,-1,4"}, ("3",), ""),
         ({"listing": "eight_gpus", "chosen": ""}, (), ""),
+        ({"listing": "eight_gpus", "chosen": "NoDevFiles"}, (), ""),
         ({"chosen": "0"}, ("0",), ""),
         ({"chosen": "0", "cuda": None}, (), "the installed torch is for CPUs only"),
     ],

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from workbench.errors import CaptureError
+
 _WITHOUT_QUEUE = ("cpu", "meta")
 _KNOWN_FOR_S = 5.0
 """Seconds after which a new pair of times of host and device is taken: events measure short times more finely."""
@@ -66,10 +68,17 @@ class DeviceClock:
         self.now: Callable[[], Time] = time.perf_counter
         if device.type not in _WITHOUT_QUEUE:
             self._of_device = torch.get_device_module(device)
+            self._is_recorded = getattr(self._of_device, "is_current_stream_capturing", bool)
             self._known: _Known | None = None
             self.now = self._queue_event
 
     def _queue_event(self) -> QueuedTime:
+        if self._is_recorded():
+            raise CaptureError(
+                "torch.cuda.graph: an exchange between ranks, or a clock, comes in 1 stream that a graph records. "
+                "A graph repeats kernels, not what the ranks' processes do for an exchange. Use "
+                'wb.capture(step, backend="cudagraphs"), which makes graphs of what lies between exchanges.'
+            )
         if self._known is None or time.perf_counter() - self._known.time_s > _KNOWN_FOR_S:
             self._known = self._take_both()
         event = self._of_device.Event(enable_timing=True)

@@ -13,6 +13,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from workbench.errors import SessionError
 _TIMEOUT_S = 20
 _GPU = re.compile(r"GPU (\d+):")
 _SLICE = re.compile(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)")
+_NAME = re.compile(r"\d+$|GPU-|MIG-")
 _CUDA_OF_DRIVER = re.compile(r"CUDA (?:UMD )?Version: *(\d+)\.(\d+)")
 NO_GPU = ("No devices", "No GPU")
 """What nvidia-smi says first where there is none."""
@@ -90,9 +92,10 @@ def _nvidia_smi(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _visible(chosen: str) -> tuple[str, ...]:
-    """The names in ``CUDA_VISIBLE_DEVICES``; CUDA ignores those behind a -1."""
-    names = [name.strip() for name in chosen.split(",")]
-    return tuple(name for name in names[: names.index("-1") if "-1" in names else None] if name)
+    """The names in ``CUDA_VISIBLE_DEVICES``. CUDA ignores those from the first one on that names no GPU, such as -1, or
+    Slurm's ``NoDevFiles``.
+    """
+    return tuple(takewhile(_NAME.match, (name.strip() for name in chosen.split(","))))
 
 
 def _named(listing: str) -> tuple[str, ...]:
