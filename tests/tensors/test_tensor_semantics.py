@@ -369,3 +369,16 @@ def test_a_move_to_a_device_gathers_nothing():
         return [str(tensor.sbp) for tensor in (*moved, copy)], same, copy is x, str(boxings)
 
     assert run_ranks(program, 3)[2] == (["(S(0),)"] * 6, [True] * 4, False, "no boxings")
+
+
+def test_a_stream_is_recorded_for_the_shard():
+    """CPUs know no streams: torch says so of the shard itself, of which nothing was gathered."""
+
+    def program():
+        x = wb.ones(4, placement=wb.placement(ranks=[0, 1]), sbp="S(0)")
+        before = world.current().traffic.num_exchanges
+        with pytest.raises(NotImplementedError, match="aten::record_stream"):
+            x.record_stream(torch.Stream.__new__(torch.Stream))
+        return world.current().traffic.num_exchanges - before
+
+    assert run_ranks(program, 2) == [0, 0]

@@ -105,7 +105,7 @@ get:is_xla get:is_xpu get:is_mps get:is_ipu get:is_maia get:is_vulkan get:is_mti
 get:_version get:_base get:output_nr get:_backward_hooks set:_backward_hooks get:retains_grad get:_grad_fn
 get:grad_dtype set:grad_dtype get:_post_accumulate_grad_hooks set:_post_accumulate_grad_hooks get:_cdata
 is_floating_point is_complex is_signed is_inference is_pinned is_set_to is_shared is_neg is_conj
-data_ptr untyped_storage element_size get_device requires_grad_
+data_ptr untyped_storage element_size get_device requires_grad_ record_stream
 has_names _is_view hash share_memory_ is_distributed
 _has_symbolic_sizes_strides _has_compatible_shallow_copy_type
 """
