@@ -39,6 +39,15 @@ def test_simulated_ranks_know_the_number_of_their_device():
     assert run_ranks(lambda: world.current().device, device="checked") == [DEVICE, DEVICE]
 
 
+def test_terms_of_a_sum_stay_terms_where_they_are_moved_to_their_own_device():
+    def program():
+        terms = wb.ones(4, placement=wb.placement(ranks=[0, 1]), sbp="P")
+        moved = [terms.to("checked"), terms.to("checked:0"), terms.to(DEVICE, non_blocking=True)]
+        return [each is terms for each in moved]
+
+    assert run_ranks(program, 2, device=DEVICE) == [[True] * 3] * 2
+
+
 def test_ranks_begin_with_the_random_state_of_rank_0_on_the_device_too():
     def states_after(seed):
         torch.manual_seed(seed)

@@ -122,15 +122,17 @@ def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """``x.to(other)`` and ``x.type_as(other)`` use the other tensor's dtype, not its layout or values.
 
     A device's name or number becomes a device: shapes are inferred on metadata, which moves to no device by name. Where
-    nothing changes, the result is the tensor itself, and terms of a sum stay terms.
+    nothing changes, the result is the tensor itself, and terms of a sum stay terms. A device without a number is that
+    of the shards.
     """
     other: Any = args[0] if args else kwargs.get("other")
     if isinstance(other, torch.Tensor):
         return tensor.to(other.dtype)
     if any(type(value) in (str, int) for value in (*args, *kwargs.values())):
         return tensor.to(*map(_as_device, args), **{name: _as_device(value) for name, value in kwargs.items()})
-    stays = (tensor.dtype, tensor.device, None, False, torch.preserve_format)
-    return tensor if all(value in stays for value in (*args, *kwargs.values())) else NotImplemented
+    stays = (tensor.dtype, tensor.device, torch.device(tensor.device.type), None, False, torch.preserve_format)
+    wanted = (*args, *(value for name, value in kwargs.items() if name != "non_blocking"))
+    return tensor if all(value in stays for value in wanted) else NotImplemented
 
 
 def _as_device(value: Any) -> Any:
