@@ -47,6 +47,10 @@ _TORCH_SETTINGS = {
 }
 _TORCHRUN_SETS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
 """What torchrun puts into the environment of its workers if nobody has set it."""
+_DUMP_WAIT = ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250")
+"""torch's watchdog sleeps four times as long when it has found an error, and its group cannot end before. By default
+that is a minute, for a dump that nobody writes without its monitoring.
+"""
 _TORCH_WAITS_TIMES = 10
 """torch reports a call that has taken this multiple of our timeout."""
 _log = logging.getLogger(__name__)
@@ -99,6 +103,7 @@ def disarm_torch() -> None:
     """Keep torch's own watchdog from ending this process; call it before NCCL's group is made. What the user has set in
     the environment stays.
     """
+    os.environ.setdefault(*_DUMP_WAIT)
     by_torchrun = _TORCHRUN_SETS[0] if dist.is_torchelastic_launched() else ""
     for name, value in _TORCH_SETTINGS.items():
         if name == by_torchrun and os.environ.get(name) == _TORCHRUN_SETS[1]:
