@@ -1,6 +1,7 @@
 """The transport over NCCL, with its rules played."""
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -34,6 +35,11 @@ def test_sends_are_not_waited_for_and_all_ranks_call_in_one_order(monkeypatch):
         *single, batch = [call for call in calls if call.rank == rank]
         assert [call.communicator[-2:] for call in single] == order
         assert batch.communicator is None and len(batch.parts) == 4
+
+
+def test_torchs_warning_of_a_communicator_for_a_pair_is_not_shown():
+    text = "An unbatched P2P op (send/recv) was called on this ProcessGroup with size 2."
+    assert_all_returned(run_played(lambda transport, rank: warnings.warn(text, stacklevel=1), 2)[0])
 
 
 def test_members_of_a_group_may_have_made_unlike_numbers_of_groups():

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -65,6 +66,7 @@ class DistributedTransport(Transport):
     def __init__(
         self, rank: int, world_size: int, backend: str, timeout_s: float, device: torch.device, rendezvous: Rendezvous
     ) -> None:
+        warnings.filterwarnings("ignore", "An unbatched P2P op", UserWarning)  # torch's, of communicators for pairs
         self.name, self.device = backend, device
         self.rank, self.world_size = rank, world_size
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): None}
