@@ -155,10 +155,12 @@ torch.utils._pytree.tree_unflatten
 
 # Processes and files, and scripts that are written for torch alone
 torch._C._distributed_c10d.TCPStore
+torch.distributed.ProcessGroup._get_backend
 torch.distributed.algorithms._checkpoint.checkpoint_wrapper
 torch.distributed.checkpoint.filesystem._StorageInfo
 torch.distributed.checkpoint.state_dict._maybe_full_or_cpu_state_dict
 torch.distributed.distributed_c10d._abort_process_group
+torch.distributed.distributed_c10d._world.pg_map
 torch.distributed.distributed_c10d._world.pg_names
 """
 
