@@ -9,6 +9,7 @@ from torch import nn
 import workbench as wb
 from workbench.errors import LayoutError, StrategyError
 from workbench.testing import run_ranks
+from workbench.training.saving.plain_copies import checksum
 
 
 def test_shards_concatenate_and_uneven_ones_are_rebalanced():
@@ -27,6 +28,33 @@ def test_terms_add_up():
         return x.full_tensor().tolist()
 
     assert run_ranks(program, 3)[0] == [3.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("sbp", ["S(0)", "B", "P"])
+def test_what_has_no_history_is_written_with_one(sbp, mode):
+    """A sum that begins with plain zeros."""
+
+    def program():
+        placement = wb.placement("cpu", ranks=[0, 1])
+        with mode():
+            total = wb.to_global(torch.zeros(2), placement, sbp)
+        weight = wb.ones(*total.shape, placement=placement, sbp="B").requires_grad_()
+        total += weight * 3
+        total[1:] *= weight[1:]
+        total.sum().backward()
+        return weight.grad.full_tensor().tolist()
+
+    expected = [3.0] + [6.0] * (3 if sbp == "S(0)" else 1)
+    assert run_ranks(program) == [expected] * 2
+
+
+def test_an_array_without_elements_may_have_a_stride_of_its_own():
+    def program():
+        empty = torch.empty(4).as_strided((0,), (0,))
+        return wb.to_global(empty, wb.placement("cpu", ranks=[0, 1]), "B").shape, checksum(empty) is None
+
+    assert run_ranks(program) == [((0,), False)] * 2
 
 
 def test_copies_that_differ_are_refused_and_nobody_is_overwritten():

@@ -34,7 +34,8 @@ def content_hash(local: torch.Tensor) -> int:
         entries = local.to_sparse_coo().coalesce()
         parts = [entries.indices(), entries.values()]
     for part in parts:
-        found.update(part.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        if part.numel():  # an empty array of numpy may have a stride that no other dtype can have
+            found.update(part.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return int.from_bytes(found.digest(), "little")
 
 

@@ -251,7 +251,15 @@ def to_global(
     spec = spec_of(world, layout, shape)
     if any(metadata[rank].shape != layout.local_shape(shape, rank) for rank in placement):
         return _rebalance(local, world, layout, shape, metadata)
-    return wrap(_FromLocal.apply(local, spec), spec)
+    return _as_global(local, spec)
+
+
+def _as_global(local: torch.Tensor, spec: Spec) -> GlobalTensor:
+    """This rank's shard as a global tensor with its history. Without one it is no view, which autograd would protect
+    from writes.
+    """
+    has_grad = local.requires_grad and torch.is_grad_enabled()
+    return wrap(_FromLocal.apply(local, spec) if has_grad else local.detach(), spec)
 
 
 class _Metadata(NamedTuple):
@@ -326,7 +334,7 @@ def _rebalance(
             local = torch.cat([before, local, after], dim)
     terms = tuple(partial_sum if isinstance(entry, Split) else entry for entry in layout.sbp)
     spec = spec_of(world, layout.with_sbp(terms), shape)
-    return box(wrap(_FromLocal.apply(local, spec), spec), layout)
+    return box(_as_global(local, spec), layout)
 
 
 def _check_rows(metadata: list[_Metadata], layout: Layout, dim: int) -> None:
@@ -349,5 +357,4 @@ def _from_one(local: torch.Tensor, world: World, layout: Layout, source: int) ->
     if world.rank != source:
         learns = metadata.requires_grad and torch.is_grad_enabled()
         local = new_placeholder(metadata.shape, metadata.dtype, world.device).requires_grad_(learns)
-    entered = wrap(_FromLocal.apply(local, spec), spec)
-    return box(entered, layout.normalized(metadata.shape))
+    return box(_as_global(local, spec), layout.normalized(metadata.shape))

@@ -302,6 +302,18 @@ def test_a_boxed_view_shows_what_was_written_to_its_base():
         assert all((value == 5).all() for value in values)
 
 
+def test_a_new_shape_of_a_view_is_a_write_on_ranks_outside_too():
+    """Rank 2 holds nothing, and keeps the boxing of ``x`` as long as the others."""
+
+    def program():
+        x = wb.ones(4, 4, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
+        first, column = x @ x, x[:, 1]
+        column.unsqueeze_(0)
+        return (first + x @ x).full_tensor().sum().item()
+
+    assert run_ranks(program, 3) == [128.0] * 3
+
+
 def test_views_that_need_no_boxing_are_plain_views():
     def program(rank):
         placement = wb.placement("cpu", ranks=[0, 1])

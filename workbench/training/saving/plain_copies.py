@@ -45,8 +45,9 @@ def checksum(value: Any) -> int | None:
     so_far, found = 0, _compared(value)
     for what, tensor in found:
         so_far = zlib.crc32(what.encode(), so_far)
-        elements: Any = tensor.cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy()
-        so_far = zlib.crc32(elements, so_far)
+        if tensor.numel():
+            elements: Any = tensor.cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy()
+            so_far = zlib.crc32(elements, so_far)
     return so_far if found else None
 
 

@@ -90,7 +90,7 @@ def _cut(call: Call) -> Resolution:
     segments = [Segment(0, firsts[k], 1, k, 0, size) for k, size in enumerate(sizes)]
 
     def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
-        if not splits_dim(inputs[0], dim):
+        if not sizes or not splits_dim(inputs[0], dim):
             return None
         sides = [
             Side(

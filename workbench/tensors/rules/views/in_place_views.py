@@ -15,7 +15,7 @@ from workbench.tensors.dispatch.dispatcher import call_by_plan
 from workbench.tensors.dispatch.registry import EXACT, handler
 from workbench.tensors.dispatch.strides import on_meta
 from workbench.tensors.global_tensor import local_torch
-from workbench.tensors.tensor_state import separate_views
+from workbench.tensors.tensor_state import count_write, separate_views
 
 
 def _become(input: Any, view: Any, name: str) -> Any:
@@ -29,6 +29,8 @@ def _become(input: Any, view: Any, name: str) -> Any:
     with local_torch():
         separate_views(input)
         input.as_strided_(view.size(), view.stride(), view.storage_offset())
+        if input._spec.is_placeholder:
+            count_write(input)  # as torch does where tensors share memory
     input._spec, input._strides = view._spec, view._strides
     input._boxings = None
     return input
