@@ -128,3 +128,11 @@ def test_a_trace_counts_rows_that_move():
         return sum(record.sent_bytes for record in rows), current().traffic.sent_bytes - before, rows[0].wire_bytes
 
     assert run_ranks(program) == [(2 * 72, 2 * 72, 144)] * 2
+
+
+@pytest.mark.parametrize("sbp", ["S(0)", "S(1)"])
+def test_a_dim_without_rows_is_cut_into_nothing(sbp):
+    def program():
+        return wb.zeros(3, 0, placement=wb.placement("cpu", ranks=[0, 1]), sbp=sbp).unbind(1)
+
+    assert run_ranks(program, 3) == [()] * 3

@@ -66,6 +66,13 @@ class TestAnotherModel:
         wb.checkpoint.load(tmp_path / "ckpt", model=model, strict=False)
         assert torch.equal(model["a"].weight, saved["a"].weight)
 
+    def test_tensors_without_storage_are_refused(self, tmp_path):
+        wb.checkpoint.save(tmp_path / "ckpt", model=nn.Linear(3, 4))
+        model = nn.Linear(3, 4, device="meta")
+        with pytest.raises(CheckpointError, match=r'2 on meta; .*init="empty".*: weight, bias'):
+            wb.checkpoint.load(tmp_path / "ckpt", model=model, strict=False)
+        wb.checkpoint.load(tmp_path / "ckpt", model=model.to_empty(device="cpu"))
+
     def test_an_optimizer_over_other_parameters(self, tmp_path):
         model = nn.Linear(2, 2)
         wb.checkpoint.save(tmp_path / "ckpt", model=model, optimizer=torch.optim.SGD([model.weight], 0.1))

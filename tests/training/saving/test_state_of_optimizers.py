@@ -259,6 +259,26 @@ def test_names_of_state_are_those_of_one_form(tmp_path):
             assert bool((ours["optimizer"].state[parameter]["momentum_buffer"] == number).all())
 
 
+@pytest.mark.parametrize("strategy", [None, "*: model"])
+def test_groups_are_found_in_another_order(tmp_path, strategy):
+    def program():
+        def by_dims(dims):
+            model = copy.deepcopy(_MODEL)
+            model = wb.parallelize(model, strategy) if strategy else model
+            groups = [{"params": [p for p in model.parameters() if p.dim() == d], "lr": d / 10} for d in dims]
+            return {"model": model, "optimizer": torch.optim.SGD(groups)}
+
+        wb.checkpoint.save(tmp_path / "c", **by_dims([1, 2]))
+        for is_strict in (True, False):
+            other = by_dims([2, 1])
+            for group in other["optimizer"].param_groups:
+                group["lr"] = 0
+            wb.checkpoint.load(tmp_path / "c", strict=is_strict, **other)
+            assert [group["lr"] for group in other["optimizer"].param_groups] == [0.2, 0.1]
+
+    run_ranks(program, 2)
+
+
 def test_a_rate_that_is_a_tensor_comes_from_other_ranks():
     def program():
         model, optimizer = trained(lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.5)))

@@ -152,7 +152,7 @@ def problems(optimizer: Optimizer, names: Names, part: str, checkpoint: Checkpoi
 def _problems(
     optimizer: Optimizer, names: Names, part: str, place: Path, checkpoint: Checkpoint, strict: bool
 ) -> list[str]:
-    groups, where, found = checkpoint.value(*place, "param_groups") or [], checkpoint.title, list[str]()
+    groups, where, found = _saved_groups(optimizer, names, part, place, checkpoint), checkpoint.title, list[str]()
     part = part if len(place) == 1 else f"{part}, its {type(optimizer).__name__}"
     saved_class, own_class = checkpoint.value(*place, "class"), type(optimizer).__qualname__
     if strict and saved_class not in (None, own_class):  # older files, and torch's, have none
@@ -168,12 +168,21 @@ def _problems(
     return found
 
 
+def _saved_groups(optimizer: Optimizer, names: Names, part: str, place: Path, checkpoint: Checkpoint) -> list[Any]:
+    """The parameter groups in a checkpoint; in the optimizer's order where it has the same ones in another order."""
+    groups = checkpoint.value(*place, "param_groups") or []
+    saved = {frozenset(group["params"]): group for group in groups}
+    own = [frozenset(_name(p, names, part) for p in group["params"]) for group in optimizer.param_groups]
+    is_same = saved.keys() == set(own) and len(saved) == len(own) == len(groups)
+    return [saved[each] for each in own] if is_same else groups
+
+
 def targets(
     optimizer: Optimizer, names: Names, part: str, checkpoint: Checkpoint
 ) -> Iterator[tuple[Any, torch.Tensor]]:
     """(path, new tensor to fill) for all tensors of the state; ``assign`` moves them into the optimizer."""
     for place, each in _places(optimizer, part):
-        groups = zip(each.param_groups, checkpoint.value(*place, "param_groups"), strict=True)
+        groups = zip(each.param_groups, _saved_groups(each, names, part, place, checkpoint), strict=True)
         options = {id(p): {**ours, **saved} for ours, saved in groups for p in ours["params"]}
         for parameter in _with_state(each):
             name = _name(parameter, names, part)
@@ -279,7 +288,8 @@ def _assign(
     checkpoint: Checkpoint,
     filled: Mapping[Any, torch.Tensor],
 ) -> None:
-    for ours, saved in zip(optimizer.param_groups, checkpoint.value(*place, "param_groups"), strict=True):
+    groups = _saved_groups(optimizer, names, part, place, checkpoint)
+    for ours, saved in zip(optimizer.param_groups, groups, strict=True):
         ours.update({key: value for key, value in saved.items() if key != "params"})
     others, _ = checkpoint.value(*place, OWN) or ({}, {})
     optimizer.state.update(others)

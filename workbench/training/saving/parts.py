@@ -199,7 +199,9 @@ class Restoring:
             if isinstance(ours.get(now), torch.Tensor) and not is_extra((part, now))
         }
         shapes = [text.removeprefix(f"{part}.") for text in self._other_shapes(tensors, "the model")]
-        return self._listed(part, missing, unexpected, shapes)
+        is_dry = self.world.device.type == "meta"
+        on_meta = [name_of(path[1:]) for path, tensor in tensors.items() if tensor.is_meta and not is_dry]
+        return self._listed(part, missing, unexpected, shapes, on_meta)
 
     def _names_now(self, part: str, module: nn.Module) -> dict[str, str]:
         """The names of a module's entries in the checkpoint, with their names in the module: its hooks for
@@ -223,7 +225,7 @@ class Restoring:
     def _value_problems(self, part: str, value: Any) -> list[str]:
         tensors = {path: leaf for path, leaf in flatten({part: value}).items() if isinstance(leaf, torch.Tensor)}
         missing = [name_of(path) for path in tensors if path not in self.checkpoint.entries]
-        return self._listed(part, missing, [], self._other_shapes(tensors, "the value"))
+        return self._listed(part, missing, [], self._other_shapes(tensors, "the value"), [])
 
     def _other_shapes(self, tensors: Mapping[Path, torch.Tensor], whose: str) -> list[str]:
         """What is said of tensors whose entries have other shapes."""
@@ -237,8 +239,11 @@ class Restoring:
                     )
         return found
 
-    def _listed(self, part: str, missing: list[str], unexpected: list[str], shapes: list[str]) -> list[str]:
-        listed = [("of another shape", shapes)]
+    def _listed(
+        self, part: str, missing: list[str], unexpected: list[str], shapes: list[str], on_meta: list[str]
+    ) -> list[str]:
+        without_storage = 'on meta; wb.parallelize(module, strategy, init="empty") or module.to_empty() gives storage'
+        listed = [("of another shape", shapes), (without_storage, on_meta)]
         if self.strict:
             listed = [(f"missing in {self.checkpoint.title}", missing), ("unexpected", unexpected), *listed]
         return [f"{part}: {len(some)} {text}: {', '.join(some)}" for text, some in listed if some]

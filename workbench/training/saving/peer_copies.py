@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from workbench.tensors.agreement import content_hash
 from workbench.tensors.boxing.bucketed import cut_into_buckets
 from workbench.tensors.object_collectives import all_gather_object, run_on_all_ranks
 from workbench.tensors.world import World
@@ -152,7 +153,7 @@ class PeerCopies(Checkpoint):
         ((_, own),) = writing.snapshot([self._own[index]], self._planner, keeps=False)
         if isinstance(own, bytes):
             return True  # equal values may have different pickles
-        return torch.equal(_bits(own), _bits(torch.load(io.BytesIO(data), weights_only=True)))
+        return content_hash(own) == content_hash(torch.load(io.BytesIO(data), weights_only=True))
 
     def _bytes(self, place: Any) -> bytes:
         return self._pieces[place]
@@ -210,7 +211,3 @@ def _uncovered(plans: Sequence[Any], paths: Mapping[str, StatePath]) -> dict[str
 def _num_bytes(given: tuple[Any, int]) -> int:
     data = given[0].tensor_data
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize if data is not None else 0
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
