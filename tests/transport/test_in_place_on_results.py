@@ -60,13 +60,31 @@ def wrong_results(rows):
     return found
 
 
+def wrong_sums_with_frozen_parts(rows):
+    """What a frozen part gives without a history, and a learned one is added to."""
+    placement, found = wb.placement.all("cpu"), []
+    whole = torch.linspace(0.5, 1.5, rows * WIDTH).reshape(rows, WIDTH)
+    for source, target in itertools.product(LAYOUTS, LAYOUTS[:3]):
+        x = wb.to_global(whole, placement=placement, sbp="B").to_global(sbp=source)
+        bias = wb.ones(WIDTH, placement=placement, sbp="B").requires_grad_()
+        with torch.no_grad():
+            made = [x.to_global(sbp=target).clone() if source == target else x.to_global(sbp=target)]
+            made += [x.std(0), x.cumsum(0), x.logsumexp(0), x.softmax(0)]
+        for each in made:
+            each += bias
+        sum(each.sum() for each in made).backward()
+        if not torch.allclose(bias.grad.full_tensor(), torch.full([WIDTH], 3.0 * rows + 2)):
+            found.append((rows, source, target))
+    return found
+
+
 def wrong_results_at_all_sizes():
-    return [case for rows in ROWS for case in wrong_results(rows)]
+    return [case for rows in ROWS for case in wrong_results(rows) + wrong_sums_with_frozen_parts(rows)]
 
 
 @pytest.mark.parametrize("rows", [ROWS[0], ROWS[-1]])
 def test_simulated_ranks(rows):
-    assert run_ranks(lambda: wrong_results(rows), 2) == [[], []]
+    assert run_ranks(lambda: wrong_results(rows) + wrong_sums_with_frozen_parts(rows), 2) == [[], []]
 
 
 @pytest.mark.procs

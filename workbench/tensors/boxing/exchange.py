@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -38,6 +39,11 @@ def without_view_relations() -> Any:
     here can be written in place.
     """
     return torch._C._ExcludeDispatchKeyGuard(_VIEW_RELATIONS)
+
+
+def without_views_of_no_grad() -> Any:
+    """The same under ``torch.no_grad``: autograd refuses writes with a history to the views that are made there."""
+    return nullcontext() if torch.is_grad_enabled() else without_view_relations()
 
 
 Pieces = list[tuple[Move, torch.Tensor]]

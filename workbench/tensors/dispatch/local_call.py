@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from workbench.core.layout import Layout, Shape
 from workbench.tensors.boxing.box import box_implicitly
+from workbench.tensors.boxing.exchange import without_views_of_no_grad
 from workbench.tensors.dispatch.placeholder_calls import OutputInfo, placeholder_outputs
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, spec_of, wrap
 
@@ -46,7 +47,8 @@ def on_shards(
             ]
             results: Any = placeholder_outputs(infos, boxed, specs, world.device)
         else:
-            results = function(*boxed)
+            with without_views_of_no_grad():
+                results = function(*boxed)
             results = [results] if isinstance(results, torch.Tensor) else results
             results = [r.view_as(r) if type(r) is GlobalTensor else r for r in results]
     return [wrap(result, spec) for result, spec in zip(results, specs, strict=True)]
