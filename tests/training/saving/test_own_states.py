@@ -143,6 +143,19 @@ def test_values_are_those_that_were_saved(tmp_path):
     run_ranks(program, 2)
 
 
+def test_a_load_into_values_is_a_write_on_all_ranks(tmp_path):
+    """Rank 2 holds nothing of ``x``, and keeps its boxing as long as the others."""
+
+    def program():
+        x = wb.ones(4, 4, placement=wb.placement(ranks=[0, 1]), sbp="S(0)")
+        wb.checkpoint.save(tmp_path / "c", state={"x": x * 2})
+        first = x @ x
+        wb.checkpoint.load(tmp_path / "c", state={"x": x.detach()})
+        return (first + x @ x).full_tensor().sum().item()
+
+    assert run_ranks(program, 3) == [16 * 4 + 16 * 16.0] * 3
+
+
 @pytest.mark.parametrize("failing", [[0], [0, 1]])
 def test_the_rest_stays_as_it_was_where_objects_refuse_their_state(tmp_path, failing):
     class Strict:

@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from workbench.errors import CheckpointError
 from workbench.tensors import default_generator
 from workbench.tensors.boxing.box import box
-from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.program_state import random_states, set_random_states
-from workbench.tensors.tensor_state import forget_derived
+from workbench.tensors.tensor_state import count_write, forget_derived
 from workbench.tensors.world import World
 from workbench.training.saving import optimizers
 from workbench.training.saving.flat import Path, flatten, name_of
@@ -288,6 +288,10 @@ class Restoring:
                 self._assign_module(part, value)
             elif isinstance(value, Optimizer):
                 optimizers.assign(value, self.names, part, self.checkpoint, self.filled)
+        with local_torch():
+            for tensor in self._in_values.values():
+                if isinstance(tensor, GlobalTensor):
+                    count_write(tensor)  # also on ranks that have read nothing: all keep boxings as long
 
     def values(self) -> dict[str, Any]:
         """The plain values that were saved, with the filled tensors in them."""
