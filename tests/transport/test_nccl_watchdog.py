@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,6 @@ from tests.timeouts import PROMPT_S, WAIT_TIMEOUT_S
 from tests.transport import played_nccl
 from tests.transport.nccl_ranks import rendezvous_of, run_played
 from workbench.errors import CollectiveAborted
-from workbench.transport import selection
 from workbench.transport.network import nccl_watchdog
 from workbench.transport.network.hang_detector import HAS_LEFT
 from workbench.transport.network.nccl_watchdog import NcclWatchdog
@@ -376,44 +374,3 @@ def test_a_group_that_a_rank_does_not_make_ends_with_the_call_that_needs_it():
 
     results, _ = run_played(program, 3, timeout_s=0.2, finds_stalls=False)
     assert isinstance(results[0], CollectiveAborted) and "the loss" in str(results[0]) and "0.2 s" in str(results[0])
-
-
-def test_torchs_watchdog_comes_later_and_leaves_the_process_alive(monkeypatch, caplog):
-    limits_s, options, environment = {}, set(), {"TORCH_NCCL_ENABLE_MONITORING": "1"}
-    monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(
-        selection.dist,
-        "init_process_group",
-        lambda backend, *, timeout, **others: (
-            limits_s.update({backend: timeout.total_seconds()}),
-            options.update(others),
-        ),
-    )
-    selection.open_group("gloo", rendezvous_of(2), 0, 2, 30.0)
-    assert environment == {"TORCH_NCCL_ENABLE_MONITORING": "1"}
-    selection.open_group("nccl", rendezvous_of(2), 0, 2, 30.0)
-    assert limits_s == {"gloo": 30.0, "nccl": 300.0} and options == {"store", "rank", "world_size"}
-    quick = dict([nccl_watchdog._DUMP_WAIT])
-    assert environment == {"TORCH_NCCL_ENABLE_MONITORING": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} | quick
-    assert "TORCH_NCCL_ENABLE_MONITORING=1: a call over NCCL that hangs may end this process" in caplog.text
-
-
-def test_torchs_watchdog_leaves_a_worker_of_torchrun_alive(monkeypatch, caplog):
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    for other, value in (("TORCH_NCCL_ENABLE_MONITORING", "0"), nccl_watchdog._DUMP_WAIT):
-        monkeypatch.setenv(other, value)
-    monkeypatch.setenv(name, "1")  # as torchrun does where nobody has set it
-    nccl_watchdog.disarm_torch()
-    assert os.environ[name] == "0" and not caplog.text
-    monkeypatch.setenv(name, "3")  # the user
-    nccl_watchdog.disarm_torch()
-    assert os.environ[name] == "3" and f"{name}=3: a call over NCCL that hangs may end this process" in caplog.text
-
-
-def test_torch_knows_the_settings():
-    folder = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
-    text = (folder / "ProcessGroupNCCL.hpp").read_text()
-    assert "NoHandling = 0," in text
-    for name in (*nccl_watchdog._TORCH_SETTINGS, nccl_watchdog._DUMP_WAIT[0]):
-        assert f'"{name}"' in text

@@ -28,7 +28,7 @@ def choose(device: str | torch.device | None, rank: int, world_size: int) -> tor
     of a rank that is alone.
     """
     named = torch.device("cuda" if device is None else device)
-    if named.type != "cuda" or named.index is not None:
+    if named != torch.device("cuda"):
         return named
     if device is None and (world_size > 1 or not torch.cuda.is_available()):
         return first_choice(rank)

@@ -155,3 +155,18 @@ def test_two_values_of_one_name_are_refused(tmp_path, parts):
 
     run_ranks(program, 2)
     assert not [*tmp_path.iterdir()]
+
+
+def test_an_error_in_the_foreground_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    def fails(job):
+        raise OSError("no space left")
+
+    run_ranks(lambda: wb.checkpoint.save(tmp_path / "ckpt", x=torch.ones(3)) and None, 2)
+    monkeypatch.setattr(store.writing.Job, "write_own", fails)
+
+    def program():
+        with pytest.raises(OSError, match="no space left"):
+            wb.checkpoint.save(tmp_path / "ckpt", x=torch.zeros(3))
+
+    run_ranks(program, 2)
+    assert torch.equal(wb.checkpoint.load(tmp_path / "ckpt")["x"], torch.ones(3)), "the one before stays"

@@ -316,20 +316,6 @@ class TestAsynchronous:
         run_ranks(program, 2)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "next"]
 
-    def test_the_same_in_the_foreground(self, tmp_path, monkeypatch):
-        def fails(job):
-            raise OSError("no space left")
-
-        run_ranks(lambda: wb.checkpoint.save(tmp_path / "ckpt", x=torch.ones(3)) and None, 2)
-        monkeypatch.setattr(store.writing.Job, "write_own", fails)
-
-        def program():
-            with pytest.raises(OSError, match="no space left"):
-                wb.checkpoint.save(tmp_path / "ckpt", x=torch.zeros(3))
-
-        run_ranks(program, 2)
-        assert torch.equal(wb.checkpoint.load(tmp_path / "ckpt")["x"], torch.ones(3)), "the one before stays"
-
 
 class TestCheckpoints:
     def test_the_newest_are_kept_and_left_overs_ignored_and_removed(self, tmp_path):

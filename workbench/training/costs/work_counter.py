@@ -19,14 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from workbench.core.model_costs import Extent, LayerCall, LayerCost, OpCost
 from workbench.core.rows import Layer
-from workbench.training.aten_functions import (
-    ATTENTION,
-    BY_EXPERT,
-    TO_COPY,
-    attention_size,
-    matmul_work,
-    name_of,
-)
+from workbench.training.aten_functions import ATTENTION, BY_EXPERT, TO_COPY, attention_size, matmul_work, name_of
 from workbench.training.costs.layer_calls import ActivationReads, Entry, Fusion, LayerCalls
 from workbench.training.strategies.state import ROOT
 
