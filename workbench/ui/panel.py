@@ -274,8 +274,6 @@ class Panel(widgets.VBox):
             StrategyError: the strategy has mistakes; it lists all of them.
             SessionError: the panel has no engines.
         """
-        if self._no_run:
-            raise SessionError(f"panel.run(): {self._no_run}")
         self._runs_section.run(steps, seed)
 
     def profile(self) -> None:
@@ -284,8 +282,6 @@ class Panel(widgets.VBox):
         Raises:
             StrategyError, SessionError: as ``run``.
         """
-        if not self.running and self._no_run:
-            raise SessionError(f"panel.profile(): {self._no_run}")
         self._runs_section.profile()
 
     def script(self, library: Literal["workbench", "torch"] = "workbench") -> str:
@@ -325,8 +321,15 @@ class Panel(widgets.VBox):
     # ---- callbacks of the runs -------------------------------------------------------------------
 
     def wanted(self) -> tuple[Strategy, str]:
-        """The panel's strategy and its name; raises ``StrategyError`` with all its mistakes."""
+        """The panel's strategy and its name, for each way to start a run.
+
+        Raises:
+            SessionError: the panel has no engines, or its session has other ones now.
+            StrategyError: it lists all mistakes.
+        """
         self._failures.clear()  # what the user tried before
+        if self._no_run:
+            raise SessionError(f"panel.run(): {self._no_run}")
         return self._editor.wanted()
 
     def estimate(self) -> Estimate | None:
