@@ -16,6 +16,7 @@ from workbench.session.cluster import Session
 from workbench.session.engine_pool import EnginePool
 from workbench.session.processes.folder import SessionFolder
 from workbench.session.protocol import CellTag, Failure, RankStatus, SavedCheckpoint
+from workbench.session.recovery import Losses
 from workbench.session.run import NullListener, Run
 from workbench.session.text_reports import describe
 
@@ -80,6 +81,20 @@ def test_a_cell_that_an_interrupt_ends_after_the_last_reply_has_ended_for_subscr
         session.run("1")
     session._forget()
     assert heard == [(-1, RunEvent("ended", 0, "the notebook broke the cell off"))]
+
+
+def test_a_resize_to_the_present_number_ends_no_panel_and_no_view(tmp_path):
+    session, heard = Session.__new__(Session), []
+    pool: Any = Mock(num_engines=2, losses=Losses())
+    session._use(pool, SessionFolder(tmp_path), keep=False)
+    session.subscribe(lambda rank, event: heard.append(event))
+    session.resize(2)
+    assert heard == [] and not pool.resize.called
+    pool.resize = Mock(side_effect=lambda number: setattr(pool, "num_engines", number) or 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        session.resize(3)
+    session._forget()
+    assert heard == [RunEvent("resized", 0)], "there are more, though they could not join"
 
 
 @pytest.mark.parametrize("where", ["_finished", "_step", "_time_to_wait", "_decide", "stop"])

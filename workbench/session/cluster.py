@@ -312,9 +312,12 @@ class Session:
         before = len(self._check(None))
         check_num_engines(engines, f"resize({engines!r})")
         recovered = self.recover() if self._setup and self._pool.sole_holders(engines) else None
-        with self._requests.exclusive(on_wait=self._report_wait):
-            rows = self._pool.resize(engines) if engines != before else []
-        self._notify_subscribers(-1, RunEvent("resized", 0))
+        try:
+            with self._requests.exclusive(on_wait=self._report_wait):
+                rows = self._pool.resize(engines) if engines != before else []
+        finally:
+            if self.num_engines != before:
+                self._notify_subscribers(-1, RunEvent("resized", 0))
         recovered, losses = self.recover() if self._setup and self._pool.losses else recovered, self._pool.losses
         return Resized(before, engines, rows, recovered, losses.lacking(engines), losses.has_parts)
 
