@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,6 +18,7 @@ from workbench.core.model_costs import Extent, LayerCost, ModelCosts
 from workbench.core.strategy import Strategy
 from workbench.cost.hardware_files import load_hardware
 from workbench.errors import StrategyError
+from workbench.session.comparison.checker import RunStopped
 from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.ui import panel as panel_module
 from workbench.ui import strategy_editor
@@ -340,6 +342,24 @@ def test_a_change_that_is_refused_before_the_run_has_begun_does_not_end_it():
     go.set()
     wait_until(lambda: run._run is not None, "it begins")
     assert not run.done() and run._run.commands == []  # type: ignore[union-attr, attr-defined]
+
+
+def test_a_run_that_was_ended_before_it_began_leaves_no_open_file_and_no_log():
+    go, made = threading.Event(), Mock()
+
+    def begin(observer: object) -> Any:
+        assert go.wait(WAIT_TIMEOUT_S)
+        return made, ()
+
+    run = _BackgroundRun(begin, fail)
+    run.stop()
+    run.interrupt()
+    assert run.done()
+    go.set()
+    wait_until(lambda: made.result.called, "it ends")
+    assert made.call.cancel.called
+    with pytest.raises(RunStopped, match="stopped before it began"):
+        run.result()
 
 
 # ---- how they are shown ---------------------------------------------------------------------------------------------

@@ -164,6 +164,8 @@ class _BackgroundRun:
                     order(run)
                 if self._error is None:
                     self._run, self.one_device_losses = run, losses
+                    return
+            run.result()  # it was interrupted: nobody else ends its file and its logs
         except BaseException as error:  # noqa: BLE001 - raised again by result(), in the thread that asks
             self._error = self._error or error
 
