@@ -37,8 +37,3 @@ def rates(first_step: int, amounts: Sequence[float], times_s: Sequence[float], u
 def known(values: Mapping[str, Pairs]) -> dict[str, Pairs]:
     """The names that have a value."""
     return {name: pairs for name, pairs in values.items() if pairs}
-
-
-def appended(values: Mapping[str, Pairs], more: Mapping[str, Pairs]) -> dict[str, Pairs]:
-    """The values of a run with those of its next steps."""
-    return {name: (*values.get(name, ()), *more.get(name, ())) for name in {**values, **more}}

@@ -12,7 +12,6 @@ from typing import Protocol
 
 from workbench.core.metrics import RunEvent, RunRecord, StepBlock, StepSpans, bubble
 from workbench.core.profile import Profile, RankPart
-from workbench.core.step_values import Pairs, appended
 from workbench.core.strategy import Strategy
 from workbench.session import profiles
 from workbench.session.cluster import Session
@@ -54,7 +53,7 @@ class TrainingRun:
     ) -> None:
         self.comparison, self.planned, self.strategy, self.call = comparison, planned, strategy, call
         self._file, self._log = file, log
-        self._values: dict[str, Pairs] = {}
+        self._values: dict[str, list[tuple[int, float]]] = {}
         self._spans: dict[int, StepSpans] = {}
         self._record: RunRecord | None = None
         self._interrupted = threading.Event()
@@ -86,7 +85,8 @@ class TrainingRun:
                 self._bubbles.append(bubble(list(self._spans.values())))
                 self._spans.clear()
             elif isinstance(message, StepBlock):
-                self._values = appended(self._values, message.values)
+                for name, pairs in message.values.items():
+                    self._values.setdefault(name, []).extend(pairs)
                 self.call.describe(f"training run {self.name!r}, step {message.stop_step} of {message.num_steps}")
         return [*found, *self._profiles(messages)]
 
@@ -165,7 +165,8 @@ class TrainingRun:
         waited = [*self._bubbles, bubble(list(self._spans.values()))]
         parts = zip(record.segments, waited, strict=False)
         segments = tuple(replace(segment, bubble=share) for segment, share in parts)
-        return replace(record, bubble=waited[-1], segments=segments, values=self._values)
+        values = {name: tuple(pairs) for name, pairs in self._values.items()}
+        return replace(record, bubble=waited[-1], segments=segments, values=values)
 
     def _followed(self, timeout: float | None) -> list[RankResult]:
         """The ranks' reports; meanwhile the run's file and log get its steps."""
