@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,17 @@ def call(payload: bytes) -> bytes:
     from workbench.session.on_engine.torch_modes import restored_after_interrupt
 
     function, arguments, keywords = _unpack(payload)
-    with restored_after_interrupt():
-        result = protocol.dump(function(*arguments, **keywords))
-        engine_messages.deliver()
-        engine_progress.tell()
-        return result
+    try:
+        with restored_after_interrupt():
+            result = protocol.dump(function(*arguments, **keywords))
+            engine_messages.deliver()
+            engine_progress.tell()
+    except BaseException as error:
+        with suppress(Exception):  # the first error counts
+            _report_remaining_steps(error)
+        raise
+    _report_remaining_steps()
+    return result
 
 
 def push(payload: bytes) -> None:
@@ -162,7 +169,7 @@ def _install() -> None:
     user_modules.watch()
     engine_awaiting.install(here)
     here.events.register("pre_run_cell", _report_renewed)
-    here.events.register("post_run_cell", _report_remaining_steps)
+    here.events.register("post_run_cell", lambda result: _report_remaining_steps(result.error_in_exec))
     here.events.register("post_run_cell", engine_messages.deliver_after)
     engine_modes.install(here)  # before the hook that frees errors
     engine_values.install(here)
@@ -182,11 +189,11 @@ def _install() -> None:
     here.workbench_installed = True
 
 
-def _report_remaining_steps(result: Any) -> None:
-    """Let loops of a finished cell report their last steps."""
+def _report_remaining_steps(error: BaseException | None = None) -> None:
+    """Let loops of a cell or call that has ended, perhaps by an error, report their last steps."""
     user_loops = sys.modules.get("workbench.training.runs.user_loops")
     if user_loops is not None:
-        user_loops.report_remaining_steps(user_loops.error_text(result.error_in_exec))
+        user_loops.report_remaining_steps(user_loops.error_text(error))
 
 
 def _define_names(namespace: dict[str, Any]) -> None:

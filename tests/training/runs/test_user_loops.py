@@ -14,6 +14,7 @@ from torch import nn, ones, optim, tensor, zeros
 import workbench as wb
 from workbench.core.metrics import LastSteps, LossTerm, StepBlock, StepSpans, joined
 from workbench.errors import RunError
+from workbench.session import engine
 from workbench.testing import run_ranks
 from workbench.training.runs import step_metrics, user_loops
 
@@ -361,6 +362,27 @@ def test_another_place_begins_another_loop(tmp_path):
         rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         assert [row["loss"] for row in rows if "loss" in row] == [1.0, 2.0]
         assert [row["accuracy"] for row in rows if "accuracy" in row] == [0.5, 0.5], "calls without a place"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_loop_of_a_submitted_function_ends_with_its_call(tmp_path, monkeypatch, fails):
+    """Its last steps came with the next cell or were lost, and its log stayed open."""
+
+    def train():
+        for step in range(3):
+            wb.log(loss=step + 1.0, to=f"jsonl:{tmp_path / 'log'}")
+        return 1 // (not fails)
+
+    def program():
+        with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+            engine.call(b"")
+        return [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+
+    monkeypatch.setattr(engine, "_unpack", lambda payload: (train, (), {}))
+    monkeypatch.setattr(engine.engine_progress, "tell", lambda: None)
+    (rows,) = run_ranks(program, 1)
+    assert [row["loss"] for row in rows if "loss" in row] == [1.0, 2.0, 3.0]
+    assert rows[-1].get("error", "").startswith("ZeroDivisionError" if fails else "") and ("error" in rows[-1]) == fails
 
 
 def test_loops_end_with_their_listener(received):

@@ -61,9 +61,9 @@ def log(
     it, every step.
 
     A step lasts from one call to the next. About three times a second, one exchange of all ranks sends the steps. A
-    loss stays on its device until then, so reading it does not slow the loop. When the cell ends, also by an error, the
-    remaining steps are reported. Another ``model`` or ``to`` begins another loop. Without a notebook it
-    does nothing until a call has a ``to``.
+    loss stays on its device until then, so reading it does not slow the loop. When the cell ends, or the call of
+    ``session.submit``, also by an error, the remaining steps are reported. Another ``model`` or ``to`` begins another
+    loop. Without a notebook it does nothing until a call has a ``to``.
 
     Args:
         loss: loss of the step: a number, or a tensor with one element, global or not. Its value at the call counts: the
@@ -166,7 +166,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def report_remaining_steps(error: str | None = None) -> None:
-    """Report the remaining steps of all loops when a cell has ended, perhaps by an error. Each rank reports alone."""
+    """Report the remaining steps of all loops when a request ends, also by an error. Each rank reports alone."""
     for world in list(_loops):
         loop = _loops.pop(world, None)  # None: of simulated ranks, another one has taken it
         if loop is not None:
