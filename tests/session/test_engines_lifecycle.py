@@ -331,7 +331,7 @@ def test_close_is_idempotent_ends_everything_and_is_said_with_what_to_do():
     assert not any(process.find() for process in processes)
     assert not session._folder.path.exists()
     assert session_package.find_current() is not session
-    with pytest.raises(CellError, match="died while running"):
+    with pytest.raises(CellError, match="The session was closed, or left to another notebook, while ranks 0-1 ran"):
         call.result(timeout=WAIT_TIMEOUT_S)
     with pytest.raises(NotStartedError, match=r"wb\.Session"):
         session.run("1")

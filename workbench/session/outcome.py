@@ -35,7 +35,7 @@ class Outcome:
     places: dict[int, str] = field(default_factory=dict)  #: rank -> where it was when it was stopped
     calls: dict[int, str] = field(default_factory=dict)  #: rank -> what it waited for when the ranks had diverged
     stopped: tuple[int, ...] = ()  #: ranks that had to be stopped
-    stop_reason: str = ""  #: "failure", "interrupt", "restart", "timeout", "divergence", "deadlock" or ""
+    stop_reason: str = ""  #: "failure", "interrupt", "restart", "timeout", "divergence", "deadlock", "closed" or ""
     replaced: tuple[int, ...] = ()  #: ranks whose engines a restart replaces
     killed: tuple[int, ...] = ()
     unended: dict[int, str] = field(default_factory=dict)  #: those of them that had time, and what they did not end

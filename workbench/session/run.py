@@ -125,7 +125,9 @@ class Run:
         self._request.put("wake", -1, None)
 
     def abandon(self) -> None:
-        """Count ranks that have not replied as dead: the session is being closed."""
+        """Count ranks that have not replied as dead: the session is being closed, or left to another notebook."""
+        if self._pending:
+            self.outcome.stop_reason = self.outcome.stop_reason or "closed"
         for rank in sorted(self._pending):
             self._request.put("reply", rank, EngineError("the session was closed"))
 

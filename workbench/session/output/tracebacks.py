@@ -95,6 +95,9 @@ def render(outcome: Outcome, what: str, timeout_s: float | None = None) -> list[
     lines: list[str] = []
     if outcome.stop_reason == "timeout":
         lines.append(_paint(_timeout_line(outcome, what, timeout_s), _RED, _BOLD))
+    if outcome.stop_reason == "closed":
+        told = f"The session was closed, or left to another notebook, while {describe_ranks(outcome.ranks)} ran this"
+        lines.append(_paint(f"{told} {what}.", _RED, _BOLD))
     if outcome.stop_reason in ("divergence", "deadlock"):
         lines.append(_paint(_divergence_line(outcome, what), _RED, _BOLD))
         lines += _awaited_calls(outcome)
@@ -221,8 +224,8 @@ def _only_stopped(outcome: Outcome) -> list[int]:
 
 
 def _died(outcome: Outcome) -> list[int]:
-    """Ranks whose process ended and was not killed by the session."""
-    return sorted(set(outcome.dead) - set(outcome.killed))
+    """Ranks whose process ended by itself, and was not killed by the session."""
+    return [] if outcome.stop_reason == "closed" else sorted(set(outcome.dead) - set(outcome.killed))
 
 
 def _died_together(outcome: Outcome) -> dict[str, list[int]]:
