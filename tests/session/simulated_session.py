@@ -40,6 +40,7 @@ class SimulatedSession:
     def __init__(self, num_engines: int = 2, device: str | torch.device = "cpu") -> None:
         self.num_engines, self.device = num_engines, device
         self.submitted: list[str] = []
+        self.is_busy = False
 
     def submit(self, fn: Callable[..., Any], *args: Any, ranks: list[int] | None = None, label: str = "") -> Finished:
         if fn.__name__ != "has_job":

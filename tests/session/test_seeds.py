@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -100,6 +101,13 @@ def test_one_device_that_fails_with_a_later_seed_keeps_the_runs_of_all_others():
     assert list(result.table["strategy"]) == ["data", "data, seed 7", "one device"]
     with pytest.raises(SessionError, match="by zero"):  # there is nothing to keep
         wb.compare(make_model, data(), F.cross_entropy, ["data"], seeds=[7, 9], **options)
+
+
+def test_a_comparison_that_has_to_wait_says_so():
+    session: Any = SimulatedSession()
+    session.is_busy, session.report_wait = True, Mock()
+    wb.compare(make_model, data(), F.cross_entropy, ["data"], batch_size=8, steps=2, keep=False, session=session)
+    session.report_wait.assert_called_once_with()
 
 
 def test_one_seed_gives_the_table_of_before():

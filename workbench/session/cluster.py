@@ -282,7 +282,7 @@ class Session:
         targets = self._check(ranks)
         for run in (active := list(self._pool.active)):
             run.stop("restart", replaced=targets)
-        with self._requests.exclusive(on_wait=self._report_wait if len(self._requests) > len(active) else lambda: None):
+        with self._requests.exclusive(on_wait=self.report_wait if len(self._requests) > len(active) else lambda: None):
             self._pool.replace(targets)
 
     def recover(self) -> Recovered:
@@ -295,7 +295,7 @@ class Session:
             SessionError: a set-up cell failed, or there is none. Nothing is lost by that: mend it and recover again.
         """
         call = partial(self._call, self._check(None), what="recover")
-        with self._requests.exclusive(on_wait=self._report_wait):
+        with self._requests.exclusive(on_wait=self.report_wait):
             self._pool.prepare(self._pool.ranks)
         return self._setup.recover(self._pool.losses, self._folder.checkpoints(), call, self.run_cell)
 
@@ -313,7 +313,7 @@ class Session:
         check_num_engines(engines, f"resize({engines!r})")
         recovered = self.recover() if self._setup and self._pool.sole_holders(engines) else None
         try:
-            with self._requests.exclusive(on_wait=self._report_wait):
+            with self._requests.exclusive(on_wait=self.report_wait):
                 rows = self._pool.resize(engines) if engines != before else []
         finally:
             if self.num_engines != before:
@@ -373,10 +373,11 @@ class Session:
         timeout_s: float | None = None,
         label: str = "",
     ) -> Outcome:
-        with self._requests.exclusive(on_wait=self._report_wait):
+        with self._requests.exclusive(on_wait=self.report_wait):
             return self._pool.follow(self._pool.send(targets, send), listener, timeout_s, label=label, is_users=True)
 
-    def _report_wait(self) -> None:
+    def report_wait(self) -> None:
+        """Say what a request waits for."""
         busy = ", ".join(sorted(run.label for run in list(self._pool.active) if run.label)) or "another request"
         print(f"workbench: the engines run {busy}; this waits its turn", file=sys.stderr)
 
