@@ -19,12 +19,15 @@ import workbench as wb
 from tests.session.simulated_session import SimulatedSession
 from tests.ui.conftest import make_record
 from workbench.core.metrics import ActionSpan, RunEvent, RunRecord, StepBlock, StepSpans
+from workbench.core.strategy import Strategy
 from workbench.errors import SessionError
 from workbench.session.comparison.compare import CompareResult
 from workbench.session.comparison.comparison import Comparison
 from workbench.session.comparison.saved_runs import FOLDER_VARIABLE, RunFile, SavedRuns, default_folder
+from workbench.session.comparison.training_run import TrainingRun
 from workbench.session.on_engine import shell
 from workbench.ui.runs.table_widget import RunTable
+from workbench.writers.run_log import RunLog
 
 
 def block(first_step: int, *losses: float) -> StepBlock:
@@ -197,6 +200,18 @@ def test_an_interrupt_of_the_check_ends_the_runs_file(saved, simulated, monkeypa
         compared(saved, lambda name, settings: log)
     assert closed == [None, "KeyboardInterrupt()"]
     assert {run.name: run.error for run in saved} == {"one device": None, "data": "KeyboardInterrupt()"}
+
+
+def test_values_of_all_reports_are_kept_and_a_paused_run_is_called_so_where_cells_wait():
+    first, second = (replace(block(2 * i, 2.0, 1.5), values={"rate": ((2 * i, 0.5),)}) for i in range(2))
+    call: Any = Mock(messages=Mock(side_effect=[[(0, first), (0, RunEvent("paused", 2))], [(0, second)], []]))
+    judge: Any = SimpleNamespace(record=lambda run, reports, observer: make_record("data"))
+    run = TrainingRun(judge, planned(), Strategy("*: data"), call, None, RunLog((), "", {}))
+    run.poll()
+    call.describe.assert_called_with("training run 'data', which is paused")
+    run.poll()
+    call.describe.assert_called_with("training run 'data', step 4 of 10")
+    assert run.result().values == {"rate": ((0, 0.5), (2, 0.5))}
 
 
 def test_a_run_that_failed_has_its_steps(saved):

@@ -84,6 +84,8 @@ class TrainingRun:
             elif isinstance(message, RunEvent) and message.kind == "strategy":
                 self._bubbles.append(bubble(list(self._spans.values())))
                 self._spans.clear()
+            elif isinstance(message, RunEvent) and message.kind == "paused":
+                self.call.describe(f"training run {self.name!r}, which is paused")
             elif isinstance(message, StepBlock):
                 for name, pairs in message.values.items():
                     self._values.setdefault(name, []).extend(pairs)
