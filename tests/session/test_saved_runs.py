@@ -152,6 +152,8 @@ def test_the_folder_can_be_chosen(monkeypatch, tmp_path):
     assert "0 runs" in repr(SavedRuns())
     monkeypatch.setenv("HOME", str(tmp_path))
     assert SavedRuns("~/runs").folder == tmp_path / "runs"
+    monkeypatch.chdir(tmp_path)
+    assert SavedRuns("runs").folder == tmp_path / "runs", "also when the program changes its folder"
 
 
 @pytest.fixture

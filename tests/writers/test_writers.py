@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import zlib
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -84,6 +85,16 @@ def test_tensorboard(tmp_path):
     assert [(event.step, event.value) for event in found.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
     assert [event.value for event in found.Scalars("accuracy")] == [0.75]
     assert "batch_size: 64" in str(found.Tensors("settings/text_summary")[0].tensor_proto)
+
+
+def test_a_program_that_changes_its_folder_moves_no_run_of_tensorboard(tmp_path, monkeypatch):
+    """With a substitute for its writer, which opens its file by its name for each write."""
+    made = []
+    substitute = SimpleNamespace(SummaryWriter=lambda folder: made.append(Path(folder)) or MagicMock())
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", substitute)
+    monkeypatch.chdir(tmp_path)
+    kinds.EventFiles("", "data", SETTINGS)
+    assert made[0].parent == tmp_path / "runs"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own database

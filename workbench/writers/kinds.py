@@ -82,7 +82,8 @@ class EventFiles:
     def __init__(self, place: str, name: str, settings: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = _own_place(Path(place or "runs").expanduser(), name, "", Path.mkdir)
+        runs = Path(place or "runs").expanduser().resolve()  # each write opens the file again, by its name
+        folder = _own_place(runs, name, "", Path.mkdir)
         self._writer = SummaryWriter(str(folder))
         self._writer.add_text("settings", "\n".join(f"* {key}: {value}" for key, value in settings.items()))
 

@@ -55,7 +55,7 @@ class SavedRuns:
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self.folder = Path(folder).expanduser() if folder is not None else default_folder()
+        self.folder = (Path(folder).expanduser() if folder is not None else default_folder()).absolute()
         self._has_warned = False
 
     @classmethod
@@ -66,7 +66,7 @@ class SavedRuns:
     @property
     def code(self) -> str:
         """The call that gives these runs."""
-        return f"wb.draw.SavedRuns({'' if self.folder == default_folder() else repr(str(self.folder))})"
+        return f"wb.draw.SavedRuns({'' if self.folder == default_folder().absolute() else repr(str(self.folder))})"
 
     def __repr__(self) -> str:
         return f"SavedRuns({str(self.folder)!r}): {len(self.ids())} runs"
