@@ -6,11 +6,13 @@ import json
 import math
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -162,12 +164,12 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "commands", list)
 
 
-def compared(keep: SavedRuns, log: Any = None) -> CompareResult:
+def compared(keep: SavedRuns, log: Any = None, whole: Callable[[int], int] = int) -> CompareResult:
     data = (torch.randn(32, 4), torch.randn(32, 2))
     session: Any = SimulatedSession()
     return wb.compare(
-        lambda: nn.Linear(4, 2), data, nn.functional.mse_loss, ["data", "model"], batch_size=16, steps=4,
-        session=session, keep=keep, log=log, progress=False,
+        lambda: nn.Linear(4, 2), data, nn.functional.mse_loss, ["data", "model"], batch_size=whole(16), steps=whole(4),
+        seed=whole(3), session=session, keep=keep, log=log, progress=False,
     )  # fmt: skip
 
 
@@ -214,6 +216,12 @@ def test_values_of_all_reports_are_kept_and_a_paused_run_is_called_so_where_cell
     run.poll()
     call.describe.assert_called_with("training run 'data', step 4 of 10")
     assert run.result().values == {"rate": ((0, 0.5), (2, 0.5))}
+
+
+def test_numbers_of_a_pandas_frame_are_whole_numbers(saved, simulated):
+    """JSON does not take numpy's: the comparison ended with the file of its first run."""
+    result = compared(saved, whole=np.int64)
+    assert result.all_equal and len(list(saved)) == 3 and '"batch_size": 16' in result.to_json()
 
 
 def test_a_run_that_failed_has_its_steps(saved):

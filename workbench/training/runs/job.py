@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -84,6 +85,9 @@ class Job:
         names = ("model_fn", "loss_fn", "optimizer_fn", "collate_fn", "count")
         check_functions({name: getattr(self, name) for name in names})
         check_numbers({"batch_size": self.batch_size, "steps": self.num_steps})
+        for name in ("batch_size", "num_steps", "seed"):
+            if isinstance(number := getattr(self, name), Integral):  # of numpy, perhaps, which JSON does not take
+                object.__setattr__(self, name, int(number))
         check_dataset(self.dataset, self.collate_fn, f"batch_size={self.batch_size}")
         object.__setattr__(self, "dataset", with_tensors(self.dataset))
         check_batch_size(self.batch_size, num_samples_of(self.dataset), self.dataset)
