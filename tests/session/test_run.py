@@ -11,6 +11,7 @@ import pytest
 from tests.session.played_engines import PlayedEngines
 from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.core.metrics import RunEvent
+from workbench.errors import CellError
 from workbench.session.adapter import Request
 from workbench.session.cluster import Session
 from workbench.session.engine_pool import EnginePool
@@ -81,6 +82,21 @@ def test_a_cell_that_an_interrupt_ends_after_the_last_reply_has_ended_for_subscr
         session.run("1")
     session._forget()
     assert heard == [(-1, RunEvent("ended", 0, "the notebook broke the cell off"))]
+
+
+def test_a_call_that_is_interrupted_while_it_waits_for_its_turn_ends(tmp_path):
+    """It ended with what it waited for: never, where that was a run of a panel that the same notebook had paused."""
+    session = Session.__new__(Session)
+    pool: Any = Mock(num_engines=1, tag=Mock(return_value=CellTag(1, True, label="training run 'data'")))
+    session._use(pool, SessionFolder(tmp_path), keep=False)
+    with session._requests.exclusive():
+        call = session.submit(len, "")
+        call.end()
+        assert len(session._requests) == 1
+    session._forget()
+    with pytest.raises(CellError, match="training run 'data' was cancelled while it waited for its turn"):
+        call.result()
+    assert not pool.send.called
 
 
 def test_a_resize_to_the_present_number_ends_no_panel_and_no_view(tmp_path):

@@ -214,7 +214,7 @@ class Session:
         tag = self._pool.tag(targets, label=label or getattr(fn, "__name__", "call"))
 
         def perform(call: RemoteCall) -> Outcome:
-            with self._requests.exclusive(ticket):
+            with self._requests.exclusive(ticket, check=call.check_wanted):
                 request = self._pool.send(targets, lambda live: live.apply(targets, engine.call, (payload,), tag))
                 return self._pool.follow(request, listener, wait=call.follow, label=tag.label, is_users=True)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from workbench.errors import CellError
 from workbench.session import protocol
 from workbench.session.outcome import Outcome
 from workbench.session.output.listeners import OutputListener
@@ -96,8 +97,13 @@ class RemoteCall:
         if self._run is not None:
             self._run.label = what
 
+    def check_wanted(self) -> None:
+        """Raise ``CellError`` if the call was cancelled. The session asks while the call waits for its turn."""
+        if self._cancelled:
+            raise CellError(f"{self.name} was cancelled while it waited for its turn. No rank has run it.")
+
     def cancel(self) -> None:
-        """Interrupt the ranks, and escalate for ranks that do not react."""
+        """Interrupt the ranks, and escalate for ranks that do not react. A call that waits for its turn gives it up."""
         with self._lock:
             self._cancelled = True
             if self._run is not None:

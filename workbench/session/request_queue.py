@@ -27,12 +27,18 @@ class RequestQueue:
         return ticket
 
     @contextmanager
-    def exclusive(self, ticket: object = None, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
+    def exclusive(
+        self,
+        ticket: object = None,
+        on_wait: Callable[[], object] = lambda: None,
+        check: Callable[[], object] = lambda: None,
+    ) -> Iterator[None]:
         """Wait until the ticket is first, and remove it on exit; a KeyboardInterrupt while waiting removes it too.
 
         Args:
             ticket: default: a new one.
             on_wait: called if another request runs or waits before this one.
+            check: called every second while it waits; raises an error to wait no longer.
         """
         own = object() if ticket is None else ticket
         try:
@@ -44,6 +50,7 @@ class RequestQueue:
                 on_wait()
             with self._condition:
                 while self._queue[0] is not own:
+                    check()
                     self._condition.wait(timeout=1.0)
             yield
         finally:
