@@ -233,8 +233,6 @@ def compare(
     running = session or find_current()
     num_ranks = engines if running is None else running.num_engines
     checked = {name: subject.strategy(strategy, num_ranks) for name, strategy in named.items()}
-    if running is not None and running.is_busy:  # a run of the panel may be paused
-        running.report_wait()
     kept = f"Runs that have ended are kept: {saved.code}" if saved is not None else "keep=True keeps runs as they end"
     with (
         explained_interrupt(f"wb.compare was interrupted, and returns no result. {kept}"),

@@ -71,6 +71,8 @@ class Comparison:
         self._num_threads, self._no_micro_batches = 0, ""
         self._checkers: WeakKeyDictionary[TrainingRun, Checker] = WeakKeyDictionary()
         self._versions: dict[str, user_modules.Version] = {}
+        if session.is_busy:  # perhaps with a panel's run that is paused
+            session.report_wait()
         self.prepare()
 
     def __enter__(self) -> Comparison:
