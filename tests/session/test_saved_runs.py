@@ -67,6 +67,17 @@ def test_everything_that_was_reported_is_kept(saved):
     assert saved.messages(file.run_id) == messages
 
 
+def test_reports_of_a_finished_run_are_not_read_for_its_record(saved, monkeypatch):
+    """A list of runs that had trained for hours took all of the notebook's memory."""
+    with saved.begin(planned()) as file:
+        file.add([block(step, 1.0) for step in range(5)] + [StepSpans(0, step, ()) for step in range(5)])
+        file.finish(make_record("data", samples=(100,) * 3))
+    read, plain = list[bytes](), json.loads
+    monkeypatch.setattr(json, "loads", lambda text: read.append(text) or plain(text))
+    assert [run.name for run in saved] == ["data"] and len(read) == 2
+    assert len(saved.messages(file.run_id)) == 10
+
+
 def test_a_run_whose_writer_died_has_its_steps_and_says_so(saved):
     with saved.begin(planned()) as file:
         file.add([block(0, 2.0, 1.5)])

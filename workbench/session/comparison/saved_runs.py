@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -28,6 +28,8 @@ FOLDER_VARIABLE = "WORKBENCH_RUNS"
 _FORMAT = 1
 _KINDS: dict[str, type] = {"steps": StepBlock, "spans": StepSpans, "event": RunEvent}
 _KIND_OF = {kind: name for name, kind in _KINDS.items()}
+_REPORTS = (b'{"line":"steps"', b'{"line":"spans"')
+"""How their lines begin: nearly all of a file, which may have gigabytes of them."""
 _PENDING = "has not finished: it still runs, or its notebook ended before it did"
 
 
@@ -81,9 +83,8 @@ class SavedRuns:
 
     def __getitem__(self, run_id: str) -> RunRecord:
         """The record of a run. An unfinished run says so in ``error``, and has the steps until then."""
-        lines = list(self._lines(run_id))
         try:
-            return replace(_record_of(lines), run_id=run_id)
+            return replace(_record_of(self._lines(run_id, _REPORTS), lambda: self._lines(run_id)), run_id=run_id)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise SessionError(
                 f"SavedRuns[{run_id!r}]: {self._path(run_id)} holds no run of the workbench: its first line is broken, "
@@ -166,13 +167,15 @@ class SavedRuns:
             )
         return path
 
-    def _lines(self, run_id: str) -> Iterator[dict[str, Any]]:
+    def _lines(self, run_id: str, left_out: tuple[bytes, ...] = ()) -> Iterator[dict[str, Any]]:
         """The whole lines. A writer may have died, or found a full disk, while it wrote one of the others. Lines that
-        another program wrote are left out.
+        another program wrote are left out, and those that begin with one of ``left_out``.
         """
         with self._checked(run_id).open("rb") as file:
             for text in file:
                 with suppress(ValueError):
+                    if text.startswith(left_out):
+                        continue
                     line = json.loads(text)
                     if isinstance(line, dict) and isinstance(line.get("line"), str):
                         restore(line, line.pop("not_finite", {}))
@@ -236,8 +239,8 @@ class RunFile:
         self._fail(error)
 
 
-def _record_of(lines: Sequence[dict[str, Any]]) -> RunRecord:
-    """The record of a run, from the lines of its file.
+def _record_of(lines: Iterable[dict[str, Any]], every: Callable[[], Iterable[dict[str, Any]]]) -> RunRecord:
+    """The record of a run, from the lines of its file without reports; from ``every`` line if it has not finished.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError: they are not those of a run.
@@ -245,14 +248,14 @@ def _record_of(lines: Sequence[dict[str, Any]]) -> RunRecord:
     last: dict[str, dict[str, Any]] = {line["line"]: line for line in lines}
     record: RunRecord = RunRecord.from_dict((last.get("record") or last["run"])["record"])
     if not record.losses:  # it has failed, or not finished
-        blocks = [StepBlock.from_dict(line) for line in lines if line["line"] == "steps"]
+        blocks = [StepBlock.from_dict(line) for line in every() if line["line"] == "steps"]
         times = tuple(time for block in blocks for time in block.step_times_s)
         losses = tuple(loss for block in blocks for loss in block.losses if loss is not None)
         record = replace(record, losses=losses, step_times_s=times)
     if "record" not in last:
         record = replace(record, error=_PENDING)
     if not record.samples:
-        samples = tuple(count for line in lines if line["line"] == "steps" for count in line["samples"])
+        samples = tuple(count for line in every() if line["line"] == "steps" for count in line["samples"])
         record = replace(record, samples=samples)
     return replace(record, name=last["name"]["name"]) if "name" in last else record
 
