@@ -248,10 +248,10 @@ def _record_of(lines: Iterable[dict[str, Any]], every: Callable[[], Iterable[dic
     last: dict[str, dict[str, Any]] = {line["line"]: line for line in lines}
     record: RunRecord = RunRecord.from_dict((last.get("record") or last["run"])["record"])
     if not record.losses:  # it has failed, or not finished
-        blocks = [StepBlock.from_dict(line) for line in every() if line["line"] == "steps"]
-        times = tuple(time for block in blocks for time in block.step_times_s)
-        losses = tuple(loss for block in blocks for loss in block.losses if loss is not None)
-        record = replace(record, losses=losses, step_times_s=times)
+        blocks = (StepBlock.from_dict(line) for line in every() if line["line"] == "steps")
+        steps = [step for block in blocks for step in zip(block.step_times_s, block.losses, strict=True)]
+        losses = tuple(loss for _, loss in steps if loss is not None)
+        record = replace(record, losses=losses, step_times_s=tuple(time for time, _ in steps))
     if "record" not in last:
         record = replace(record, error=_PENDING)
     if not record.samples:
