@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,3 +99,18 @@ def test_a_copy_that_must_not_be_written_is_unchanged():
     is_busy.clear()
     copy.keep()
     cell.wait_until(lambda page: page == "a page")
+
+
+def test_copies_in_several_cells_are_written_together(monkeypatch: pytest.MonkeyPatch):
+    """That of the first cell stayed as it was when a second one showed the panel."""
+    places: list[object] = []
+
+    def display(bundle: object, raw: bool, display_id: object) -> SimpleNamespace:
+        places.append(display_id)
+        return SimpleNamespace(display_id="place" if display_id is True else display_id)
+
+    monkeypatch.setattr(static_copy, "display", display)
+    copy = StaticCopy(dict)
+    copy.display()
+    copy.display()
+    assert places == [True, "place"]

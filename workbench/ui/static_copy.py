@@ -28,8 +28,9 @@ class StaticCopy:
         self._write_soon = guarded(self.write)
 
     def display(self) -> None:
-        """Display the copy in the present cell, below the widget."""
-        self._handle = display(self._make(), raw=True, display_id=True)
+        """Display the copy in the present cell, below the widget; in a further cell too, where all are written."""
+        place = True if self._handle is None else self._handle.display_id
+        self._handle = display(self._make(), raw=True, display_id=place)
 
     def keep(self) -> None:
         """Write the copy soon, once for several changes."""
