@@ -15,7 +15,6 @@ from traitlets.config import Config
 from tests.timeouts import WAIT_TIMEOUT_S, wait_until
 from tests.ui.models import GPT_HYBRID, gpt
 from tests.ui.reports import FakeTrainer, make_mlp
-from workbench.core.metrics import RunEvent
 from workbench.core.strategy import Strategy
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import load_hardware
@@ -295,22 +294,6 @@ def test_an_offline_panel_predicts_and_does_not_run(offline_panel: Panel):
         offline_panel.run()
     estimate = offline_panel.estimate()
     assert estimate is not None and estimate.step_s > 0 and len(estimate.memory) == 2
-
-
-def test_a_panel_of_other_engines_starts_a_run_by_no_button(panel: Panel, trainer: FakeTrainer):
-    """Run again and Profile did, on a number of ranks that the panel cannot show."""
-    panel.run()
-    finish(panel, trainer)
-    panel._on_message(-1, RunEvent("resized", 0))
-    for start in (panel.run, panel.profile):
-        with pytest.raises(SessionError, match="another number of engines now: run the cell that makes the panel"):
-            start()
-    section = panel._runs_section
-    for each in (section.table.again_button, section.table.seed_button, section.profile_section.button):
-        panel._failures.clear()
-        each.click()
-        assert "another number of engines now" in str(panel._failures.error)
-    assert len(trainer.runs) == 1
 
 
 def test_a_toggle_changes_the_prediction_and_shows_the_one_before(offline_panel: Panel):

@@ -12,8 +12,9 @@ from tests.ui.reports import FakeTrainer, block
 from workbench.core.metrics import RunEvent
 from workbench.core.profile import Profile, RankProfile
 from workbench.core.strategy import Strategy
-from workbench.errors import RunError, StrategyError
+from workbench.errors import RunError, SessionError, StrategyError
 from workbench.session.comparison.checker import RunStopped
+from workbench.ui.panel import Panel
 from workbench.ui.runs.runs_section import PanelCallbacks, RunsSection, predictions
 
 
@@ -371,3 +372,19 @@ def test_the_answer_where_a_run_parts_begins_with_its_name_in_the_table(trainer:
     part.table.part_button.click()
     wait_until(lambda: "parts in" in part.table.answer.value, "the answer comes")
     assert "compiled: without compiling, *: compiled parts in a" in part.table.answer.value
+
+
+def test_a_panel_of_other_engines_starts_a_run_by_no_button(panel: Panel, trainer: FakeTrainer):
+    """Run again and Profile did, on a number of ranks that the panel cannot show."""
+    part = panel._runs_section
+    panel.run()
+    finish(part, trainer)
+    panel._on_message(-1, RunEvent("resized", 0))
+    for start in (panel.run, panel.profile):
+        with pytest.raises(SessionError, match="another number of engines now: run the cell that makes the panel"):
+            start()
+    for each in (part.table.again_button, part.table.seed_button, part.profile_section.button):
+        panel._failures.clear()
+        each.click()
+        assert "another number of engines now" in str(panel._failures.error)
+    assert len(trainer.runs) == 1

@@ -235,9 +235,8 @@ class Session:
         Raises:
             CellError: a rank has no such variable, or it cannot be pickled.
         """
-        replies = self._call(self._check(ranks), engine.pull, (name,), "pull")
-        pulled = [protocol.load(reply) for reply in replies]
-        if pulled and all(isinstance(item, protocol.LogicalTensor) for item in pulled):
+        pulled = [protocol.load(reply) for reply in self._call(self._check(ranks), engine.pull, (name,), "pull")]
+        if all(isinstance(item, protocol.LogicalTensor) for item in pulled):
             return pulled[0].tensor
         return pulled
 
@@ -346,10 +345,7 @@ class Session:
 
     def _end(self) -> None:
         """End the session when the notebook or the context ends."""
-        if self.keep:
-            self.detach()
-        else:
-            self.close()
+        (self.detach if self.keep else self.close)()
 
     def _make_current(self) -> None:
         _open.append(self)
