@@ -175,7 +175,7 @@ class StrategyEditor:
             self._is_measuring = True
             self.refresh()
             work = as_request(self._in_thread)
-            threading.Thread(target=work, args=(self._calibrate,), name="workbench-calibrate").start()
+            threading.Thread(target=work, args=(self._calibrate,), name="workbench-calibrate", daemon=True).start()
 
     def _measure(self, calibrate: Callable[[], Hardware]) -> None:
         try:
