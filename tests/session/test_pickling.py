@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -89,3 +92,18 @@ def test_a_view_of_a_large_tensor_comes_back_with_a_cell_and_after_a_loss():
 def test_a_variable_that_cannot_be_pickled_is_named():
     with pytest.raises(SessionError, match=r"push data: the variable 'data', a generator, cannot be pickled \(cannot"):
         user_modules.pack_variables({"fine": 3, "data": (x for x in "ab")})
+
+
+def test_a_function_travels_to_engines_that_do_not_know_its_folder_yet(tmp_path, monkeypatch):
+    """A cell has changed the search path, or the notebook's folder, since the session's start."""
+    (tmp_path / "added_later.py").write_text("def answer():\n    return 42\n")
+    user_modules.watch()
+    with monkeypatch.context() as notebook:
+        notebook.chdir(tmp_path)
+        notebook.syspath_prepend("")
+        payload = user_modules.pack(importlib.import_module("added_later").answer)
+    del sys.modules["added_later"]
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert str(tmp_path) not in sys.path
+    assert user_modules.unpack(payload)[0]() == 42
+    del sys.modules["added_later"]

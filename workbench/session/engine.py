@@ -57,7 +57,7 @@ def join(
     """
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(on_host[0]), LOCAL_WORLD_SIZE=str(on_host[1]))
-    sys.path.extend(path for path in search_path if path not in sys.path)
+    user_modules.search(search_path)
     _install()
     engine_connections.break_to(pids)
     engine_connections.forget()

@@ -14,6 +14,7 @@ import hashlib
 import importlib
 import inspect
 import io
+import os
 import pickle
 import sys
 import sysconfig
@@ -115,7 +116,7 @@ def loaded() -> dict[str, Version]:
 
 
 def pack(value: object) -> bytes:
-    """The pickle of a value, and behind it the versions of the user's modules that it may use."""
+    """The pickle of a value, and behind it the versions of the user's modules that it may use, and where these are."""
     buffer = io.BytesIO()
     pickler = _RecordingPickler(buffer)
     pickler.dump(value)
@@ -125,7 +126,8 @@ def pack(value: object) -> bytes:
         used |= new
         new = {of for name in new for of in (*_used_by(name), *here[name].imports) if of in here} - used
     versions = {name: here[name] for name in sorted(used)}
-    rest = pickle.dumps({name: Announced(each.file, each.digest, each.time_s) for name, each in versions.items()})
+    announced = {name: Announced(each.file, each.digest, each.time_s) for name, each in versions.items()}
+    rest = pickle.dumps((announced, [os.path.abspath(path) for path in sys.path] if announced else []))
     buffer.write(rest + len(rest).to_bytes(_LENGTH_BYTES, "big"))
     return buffer.getvalue()
 
@@ -144,7 +146,8 @@ def unpack(payload: bytes) -> tuple[Any, list[str]]:
         SessionError: this process cannot load the version of a module that the notebook has. Errors of unpickling pass.
     """
     length = int.from_bytes(payload[-_LENGTH_BYTES:], "big")
-    wanted: dict[str, Announced] = pickle.loads(payload[-_LENGTH_BYTES - length : -_LENGTH_BYTES])
+    wanted, search_path = pickle.loads(payload[-_LENGTH_BYTES - length : -_LENGTH_BYTES])
+    search(search_path)
     here = loaded() if wanted else {}
     renewed = _import_anew({n for n in here.keys() & wanted.keys() if here[n].digest != wanted[n].digest == _digest(n)})
     value = pickle.loads(payload)  # ends where the pickle does
@@ -157,6 +160,11 @@ def unpack(payload: bytes) -> tuple[Any, list[str]]:
                 f"run this again. If the engine's file is the older one, copy the file to its host."
             )
     return value, renewed
+
+
+def search(path: Sequence[str]) -> None:
+    """Look for modules in these folders, too: those of the notebook's search path."""
+    sys.path.extend(each for each in path if each not in sys.path)
 
 
 def import_edited_anew() -> None:
