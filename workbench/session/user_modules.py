@@ -127,7 +127,7 @@ def pack(value: object) -> bytes:
         new = {of for name in new for of in (*_used_by(name), *here[name].imports) if of in here} - used
     versions = {name: here[name] for name in sorted(used)}
     announced = {name: Announced(each.file, each.digest, each.time_s) for name, each in versions.items()}
-    rest = pickle.dumps((announced, [os.path.abspath(path) for path in sys.path] if announced else []))
+    rest = pickle.dumps((announced, _search_path() if announced else []))
     buffer.write(rest + len(rest).to_bytes(_LENGTH_BYTES, "big"))
     return buffer.getvalue()
 
@@ -160,6 +160,14 @@ def unpack(payload: bytes) -> tuple[Any, list[str]]:
                 f"run this again. If the engine's file is the older one, copy the file to its host."
             )
     return value, renewed
+
+
+def _search_path() -> list[str]:
+    """Where this process looks for modules; without the working folder if that is removed."""
+    try:
+        return [os.path.abspath(path) for path in sys.path]
+    except FileNotFoundError:
+        return [path for path in sys.path if os.path.isabs(path)]
 
 
 def search(path: Sequence[str]) -> None:
