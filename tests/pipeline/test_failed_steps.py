@@ -8,7 +8,7 @@ from torch import nn
 import workbench as wb
 from tests.processes import run_processes
 from workbench.core.options import VIRTUAL_SCHEDULES
-from workbench.errors import CollectiveAborted
+from workbench.errors import CollectiveAborted, RunError
 from workbench.pipeline.schedules import GENERATORS
 from workbench.testing import run_ranks
 
@@ -55,6 +55,24 @@ def test_the_next_step_does_not_read_what_a_broken_one_has_left(schedule, call):
 
     with pytest.raises(CollectiveAborted, match=r"2 stages|4 stages"):
         run_ranks(program, 2)
+
+
+def test_a_first_micro_batch_that_all_refuse_ends_the_world_where_a_rank_has_not_run_all_its_stages():
+    """Of such a rank, another stage's forward has not received what was sent to it."""
+    models = [make() for _ in range(2)]
+
+    def program(rank, schedule):
+        model = wb.parallelize(models[rank], strategy(schedule))
+        with pytest.raises(RunError, match="but a loss has 0"):
+            wb.forward_backward(model, lambda output, target: output - target, *batch(0))
+        return [wb.forward_backward(model, F.mse_loss, *batch(0)).item() for _ in range(2)]
+
+    inputs, targets = batch(0)
+    loss = F.mse_loss(make()(inputs), targets).item()
+    for found in run_ranks(lambda rank: program(rank, "1f1b"), 2):
+        assert found == pytest.approx([loss, loss], rel=1e-5)
+    with pytest.raises(CollectiveAborted, match=r"4 stages was interrupted by RunError"):
+        run_ranks(lambda rank: program(rank, "interleaved"), 2)
 
 
 def go_on_after_a_rebuild(schedule):

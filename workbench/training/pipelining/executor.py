@@ -195,8 +195,10 @@ class Executor:
         self.world.transport.flush()
 
     def _close_world(self, error: BaseException) -> None:
-        """End the world after a failure, as ranks are at different micro-batches; not if all refused the first one."""
-        is_refusal = isinstance(error, (StrategyError, RunError)) and not self.spans
+        """End the world after a failure, as ranks are at different micro-batches; not if all refused the first one
+        and have received all of it: of several stages on a rank, only the first has run.
+        """
+        is_refusal = isinstance(error, (StrategyError, RunError)) and not self.spans and len(self.stages) == 1
         num_stages = len(self.running.placements)
         if num_stages > 1 and not is_refusal:
             close_after_error(self.world, error, f"a step of {num_stages} stages")
