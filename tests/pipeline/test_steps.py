@@ -1,6 +1,7 @@
 """Steps through a schedule: the numbers of the same micro-batches on one device, and what cannot run says why."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -170,6 +171,52 @@ def test_evaluation_goes_through_the_stages_in_micro_batches():
     for found in run_ranks(program, 3):
         for name, value in truth.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@dataclass
+class Scores:
+    scores: torch.Tensor
+    nothing: None = None
+
+
+@dataclass
+class UnknownScores(Scores):
+    pass
+
+
+torch.export.register_dataclass(Scores)
+
+
+class Scoring(nn.Module):
+    """A dataclass as output."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layers, self.kind = make("mlp"), kind
+
+    def forward(self, x):
+        return self.kind(self.layers(x))
+
+
+@pytest.mark.parametrize("strategy", [LINEAR, ROUND])
+def test_dataclasses_are_put_together_if_torch_knows_them(strategy):
+    inputs, num_ranks = torch.randn(5, 16), 3 if strategy is LINEAR else 2
+    rows = "; ".join(f"layers.{row.strip()}" for row in strategy.format(2, "1f1b").split(";"))
+    one, models = Scoring(Scores), [Scoring(Scores) for _ in range(num_ranks)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], rows)
+        found = wb.evaluate(model, inputs)
+        scores = whole(found.scores), found.nothing
+        model.kind = UnknownScores
+        if strategy is LINEAR:  # ranks of several stages end their world
+            with pytest.raises(RunError, match=r"a UnknownScores, a dataclass.*register_dataclass\(UnknownScores\)"):
+                wb.evaluate(model, inputs)
+        return scores
+
+    for scores, nothing in run_ranks(program, num_ranks):
+        torch.testing.assert_close(scores, one(inputs).scores.detach())
+        assert nothing is None
 
 
 BAD = {

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from workbench.errors import RunError
 
@@ -26,6 +27,22 @@ def join(outputs: list[Any], shares: list[float], sizes: list[int] | None = None
     structure = tree_flatten(outputs[0])[1]
     joined = [_join_leaf(list(parts), shares, sizes) for parts in zip(*leaves, strict=True)]
     return tree_unflatten(joined, structure)
+
+
+def refuse_dataclasses(output: Any) -> None:
+    """Raise for a dataclass in an output that several micro-batches or stages make: its tensors are not seen.
+
+    Raises:
+        RunError: it is not registered.
+    """
+    for leaf in tree_leaves(output):
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            kind = type(leaf).__name__
+            raise RunError(
+                f"evaluate: the module returns a {kind}, a dataclass, of which torch finds 0 tensors. Outputs of "
+                "several micro-batches or stages are put together tensor by tensor. Call "
+                f"torch.export.register_dataclass({kind}) once, or return a dict or a tuple."
+            )
 
 
 def _join_leaf(parts: list[Any], shares: list[float], sizes: list[int] | None) -> Any:

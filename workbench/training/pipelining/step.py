@@ -24,7 +24,7 @@ from workbench.tensors.tensor_state import forget_derived
 from workbench.tensors.world import World, current
 from workbench.training.batches import Batch, Count, LossFunction, call, check_loss_fn, loss_of
 from workbench.training.gradients.stale_optimizer import optimizers_of
-from workbench.training.joined_outputs import join
+from workbench.training.joined_outputs import join, refuse_dataclasses
 from workbench.training.parallel import place
 from workbench.training.pipelining.executor import Executor, SingleStage, Stage, table_of, without_placeholder
 from workbench.training.pipelining.local_forward import forward_caches_of
@@ -150,7 +150,8 @@ def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any
 
     Raises:
         StrategyError: the module has no strategy.
-        RunError: a batch that cannot be cut, or that the module does not take, or an output that cannot be joined.
+        RunError: a batch that cannot be cut, or that the module does not take, or an output that cannot be joined, such
+            as a dataclass that torch does not know (``torch.export.register_dataclass``).
 
     >>> wb.evaluate(wb.parallelize(nn.Linear(4, 2), "*: data | mb=2"), torch.ones(5, 4)).shape
     torch.Size([5, 2])
@@ -167,6 +168,8 @@ def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any
     sizes = None if batch.has_rows else [round(part.share * batch.num_samples) for part in parts]
 
     def take(stage: Stage, index: int, output: Any) -> None:
+        if len(parts) > 1 or len(executor.stages) > 1:
+            refuse_dataclasses(output)
         found = tree_map(lambda leaf: stage.to_rank_world(leaf) if isinstance(leaf, GlobalTensor) else leaf, output)
         outputs[index] = tree_map(without_placeholder, outputs[index], found) if index in outputs else found
 
