@@ -143,8 +143,10 @@ class StageTransport(Transport):
         ranks = [self.rank_of[other] for other in others]
         if len(set(ranks)) < len(ranks):
             raise StrategyError(
-                f"{header}: an exchange with {len(ranks)} stages on {len(set(ranks))} ranks. Inside a step with "
-                f"several stages per rank a tensor goes from one to one other: read it after the step, or use 1f1b."
+                f"{header}: an exchange with {len(ranks)} stages on {len(set(ranks))} ranks. With several stages per "
+                "rank, a tensor of a step goes from one to one other. Read parameters, their gradients and the step's "
+                "loss after the step, take other values (a metric that a loss_fn has kept) from the result of "
+                "wb.evaluate, or use 1f1b."
             )
 
     def _in_order(self, pairs: Sequence[tuple[int, int]], header: str) -> AbstractContextManager[None]:
