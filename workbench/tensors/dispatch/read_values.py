@@ -67,7 +67,7 @@ def _whole(tensor: GlobalTensor) -> Layout:
     return Layout(Placement.of(layout.placement.device_type, list(range(world_size))), (broadcast,))
 
 
-@handler(
+READS = (
     "item",
     "tolist",
     "bool",
@@ -83,6 +83,10 @@ def _whole(tensor: GlobalTensor) -> Layout:
     "equal",
     "allclose",
 )
+"""Functions whose result is a value of Python or numpy; some conversions have these names, too."""
+
+
+@handler(*READS)
 def read(func: Any, args: Any, kwargs: Any) -> Any:
     """Plain Python or numpy value of the whole tensor."""
     if func.__name__ in ("bool", "float", "int", "complex"):  # Tensor.float(), torch.complex: conversions, not reads

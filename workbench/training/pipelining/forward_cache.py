@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import chain
+from itertools import chain, islice
+from operator import is_
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -28,7 +29,7 @@ from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
 from workbench.tensors.leaf_gradients import has_hooks
 from workbench.tensors.program_state import ProgramState, entries_of
 from workbench.tensors.random import draw_key
-from workbench.tensors.reached_objects import OF_TORCH
+from workbench.tensors.reached_objects import HOLDERS, OF_TORCH
 from workbench.tensors.tensor_state import version_of
 from workbench.tensors.world import World
 from workbench.training.pipelining.made_tensors import MadeTensors
@@ -41,6 +42,8 @@ _MAX_RECORDS = 64
 _MAX_KEYS = 256
 _UNKNOWN = object()
 _NO_SETTINGS = OF_TORCH - {"training"}
+_HOLDERS_WITHIN, _MOST_ENTRIES = 2, 64
+"""How deep settings are looked for in objects, lists and dicts that hold others, and in how many entries of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,27 +234,33 @@ class ForwardCache(ABC):
         return tuple(parts)
 
     def _settings_now(self) -> Any:
-        """Settings that code may change between steps: modes, numbers, also of objects that the parts hold, hooks,
-        parts, which parameters take gradients.
+        """Settings that code may change between steps: modes, numbers, also of objects, lists and dicts that the parts
+        hold, hooks, parts, which parameters take gradients.
         """
         self._parts = list(self.module.modules())
         found: list[Any] = self._hooks_of_user()
-        objects: dict[int, dict[str, Any]] = {}
+        holders: dict[int, Any] = {}
         for part in self._parts:
-            attributes = part.__dict__
-            for name, value in attributes.items():
+            for name, value in part.__dict__.items():
                 if name in _NO_SETTINGS:
                     continue
                 if isinstance(value, _SETTINGS):
                     found += (name, type(value), value)
-                elif entries := entries_of(value):
-                    objects[id(value)] = entries
+                else:
+                    holders[id(value)] = value
             found += map(id, part._modules.values())
             for parameter in part._parameters.values():
                 if parameter is not None:
                     found += (id(parameter), parameter.requires_grad, has_hooks(parameter))
-        for entries in objects.values():
-            found += [(n, type(value), value) for n, value in entries.items() if isinstance(value, _SETTINGS)]
+        for _ in range(_HOLDERS_WITHIN):
+            inner: dict[int, Any] = {}
+            for holder in holders.values():
+                for name, value in _first_entries(holder):
+                    if isinstance(value, _SETTINGS):
+                        found += (name, type(value), value)
+                    else:
+                        inner[id(value)] = value
+            holders = inner
         return tuple(found)
 
     def _hooks_of_user(self) -> list[Any]:
@@ -264,7 +273,7 @@ class ForwardCache(ABC):
 
     def _record_call(self, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Run the module and record its effects; None where a replay might have other effects."""
-        context, before = self.world.context, self.versions(inputs)
+        context, before, given = self.world.context, self.versions(inputs), _flattened(args, kwargs)
         program = ProgramState(self._parts, self.world.device)
         keys_before = None if context.generator is None else context.generator.get_state()
         start = context.position
@@ -275,12 +284,17 @@ class ForwardCache(ABC):
         finally:
             context.running.observer = None
         num_keys = _keys_between(keys_before, self.world)
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        leaves = tree_leaves(result)
+        results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         has_boxings = any(isinstance(leaf, GlobalTensor) and leaf._boxings for leaf in results)
         is_left = observer.made.are_left(results, inputs)  # somebody reads a tensor elsewhere
-        if is_left or has_boxings or not observer.can_skip or num_keys is None or self._hooks_of_user():
+        may_differ = is_left or has_boxings or observer.made.reads_values or not observer.can_skip
+        if may_differ or num_keys is None or self._hooks_of_user():
             return result, None
-        if before != self.versions(inputs) or not program.is_unchanged():
+        if not all(isinstance(leaf, TENSORS_AND_VALUES) for leaf in leaves):
+            return result, None
+        is_as_given = _are_same(given, _flattened(args, kwargs))  # no list or dict that the caller passes on
+        if before != self.versions(inputs) or not is_as_given or not program.is_unchanged():
             return result, None
         call = CallRecord(observer.boxings, context.position - start, num_keys)
         return result, self.record(result, call, observer)
@@ -295,11 +309,25 @@ class ForwardCache(ABC):
         return found
 
 
+def _first_entries(holder: Any) -> Iterator[tuple[Any, Any]]:
+    """The first entries of a list, a dict or an object, by position or name; none of anything else."""
+    if isinstance(holder, dict):
+        return islice(holder.items(), _MOST_ENTRIES)
+    if isinstance(holder, (*HOLDERS, tuple)):
+        return islice(enumerate(holder), _MOST_ENTRIES)
+    return islice(entries_of(holder).items(), _MOST_ENTRIES)
+
+
 def _flattened(args: Any, kwargs: Any) -> tuple[Sequence[Any], Any]:
     """The leaves of a call's arguments, and their number or structure."""
     if kwargs or not all(isinstance(arg, TENSORS_AND_VALUES) for arg in args):
         return tree_flatten((args, kwargs))
     return args, len(args)
+
+
+def _are_same(before: tuple[Sequence[Any], Any], after: tuple[Sequence[Any], Any]) -> bool:
+    """Whether arguments have the structure and the leaves that they had before."""
+    return before[1] == after[1] and all(map(is_, before[0], after[0]))
 
 
 def distinct_tensors(leaves: Sequence[Any]) -> list[Any]:

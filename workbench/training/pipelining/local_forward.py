@@ -25,7 +25,6 @@ from workbench.errors import WorkbenchError
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
 from workbench.tensors.world import World
 from workbench.training.pipelining.forward_cache import (
-    TENSORS_AND_VALUES,
     CallObserver,
     CallRecord,
     ForwardCache,
@@ -118,8 +117,7 @@ class LocalForward(ForwardCache):
         """The record of a call; None unless its inputs are on this rank or boxed to it, and torch alone makes the
         results here.
         """
-        leaves = tree_leaves(result)
-        tensors: list[Any] = distinct_tensors(leaves)
+        tensors: list[Any] = distinct_tensors(tree_leaves(result))
         boxing_of_input = self._boxing_of_input(observer)
         if call.num_keys or observer.recomputes or boxing_of_input is None:
             return None
@@ -128,8 +126,6 @@ class LocalForward(ForwardCache):
         held = {id(t) for part in self._parts for t in (*part._parameters.values(), *part._buffers.values())}
         held |= {id(tensor) for tensor in observer.inputs}
         if any(id(t) in held or not self._is_here(t) for t in tensors):
-            return None
-        if not all(isinstance(leaf, TENSORS_AND_VALUES) for leaf in leaves):
             return None
         if not self._is_torch_alone(tensors, observer):
             return None

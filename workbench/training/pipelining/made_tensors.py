@@ -15,19 +15,28 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from workbench.tensors.dispatch.read_values import READS
+from workbench.tensors.dispatch.registry import fold_name
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 
 
 class MadeTensors(TorchFunctionMode):
-    """Sees the tensors that a call makes, to tell whether it leaves some where its result does not have them."""
+    """Sees the tensors that a call makes, to tell whether it leaves some where its result does not have them.
+
+    Attributes:
+        reads_values: whether the call has read values of a tensor, and may branch on them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.reads_values = False
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if torch._C._is_torch_function_enabled():
+            is_read = fold_name(func).folded in READS and not isinstance(result, torch.Tensor)
+            self.reads_values = self.reads_values or is_read
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     self._made[id(leaf)] = weakref.ref(leaf)
