@@ -232,20 +232,24 @@ def test_optimizers_that_have_state_already_go_on(tmp_path):
         assert weight == pytest.approx(-0.1 * (1 + 1.9 + 2.71))
 
 
-def test_an_evaluation_before_the_first_step_settles_the_stages():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_before_the_first_step_settles_the_stages(mode):
     model = HeadFirst().double()
     copies = [copy.deepcopy(model) for _ in range(2)]
 
     def program(rank):
         parallel = wb.parallelize(copies[rank], "pipeline | mb=2")
-        output = wb.evaluate(parallel, WORDS).full_tensor()
-        return output, state_of(parallel).preset
+        with mode():
+            output = wb.evaluate(parallel, WORDS.clone()).full_tensor()
+        assert state_of(parallel).preset is None
+        return output, wb.forward_backward(parallel, F.cross_entropy, WORDS, CLASSES).item()
 
+    loss, *_ = on_one_device(copy.deepcopy(model), 2)
     with torch.no_grad():
         truth = model.eval()(WORDS)
-    for output, preset in run_ranks(program, 2):
+    for output, found in run_ranks(program, 2):
         torch.testing.assert_close(output, truth)
-        assert preset is None
+        assert found == pytest.approx(loss)
 
 
 class FailsAtFirst(HeadFirst):

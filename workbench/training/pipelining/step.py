@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from workbench.core.presets import strategy_of
 from workbench.core.strategy import ResolvedStrategy, Strategy
@@ -238,11 +238,13 @@ def reorder_stages(module: nn.Module, state: ParallelState, inputs: Any, world: 
     if state.resolved.num_stages == 1:
         return state
     try:
-        own = strategy_of(preset, describe(module, _calls(module, inputs, world)), world.world_size)
-        strategy: Strategy = all_gather_object(own, world, "the order of a model's layers")[0]  # one for all ranks
-        if strategy == state.strategy:
-            return state
-        place(module, strategy, optimizers_of(module, world), world.world_size)
+        with torch.inference_mode(False):  # an evaluation may be in it, and tensors that are made there never train
+            inputs = tree_map_only(torch.Tensor, lambda leaf: leaf.clone() if leaf.is_inference() else leaf, inputs)
+            own = strategy_of(preset, describe(module, _calls(module, inputs, world)), world.world_size)
+            strategy: Strategy = all_gather_object(own, world, "the order of a model's layers")[0]  # one for all ranks
+            if strategy == state.strategy:
+                return state
+            place(module, strategy, optimizers_of(module, world), world.world_size)
     except BaseException:
         state.preset = preset
         raise
