@@ -245,6 +245,22 @@ def test_a_recorded_block_is_not_run_again():
     assert CALLS[2] == 3 * 2 and CALLS[0] == CALLS[1] == 1
 
 
+def test_after_a_rebuild_all_ranks_see_the_order_of_calls_anew():
+    one = Model(Block)
+    models = [copy.deepcopy(one) for _ in range(3)]
+
+    def program(rank):
+        model, found = wb.parallelize(models[rank], ROWS), []
+        for _ in range(2):
+            wb.forward_backward(model, F.cross_entropy, torch.ones(6, 8), torch.arange(6) % 4)
+            found.append([name for name, _ in state_of(model).layouts.plan.calls.found])
+            current().num_rebuilds += 1
+        return found
+
+    for first, second in run_ranks(program, 3):
+        assert first == second and {"a.two", "b.two", "c.two"} <= {*first}
+
+
 class Capturing(nn.Module):
     """Uses what a hook has kept of a layer inside a block, as models do that return hidden states."""
 
