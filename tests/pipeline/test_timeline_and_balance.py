@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import workbench as wb
 from tests.training.models import make
@@ -105,6 +106,25 @@ def test_stages_are_cut_by_what_layers_cost_not_by_their_number():
     assert str(found.strategy.options) == "2x1x1"
     assert torch.equal(model[0].weight.grad, torch.ones(4, 4)) and model[1].weight.grad is None
     assert torch.equal(torch.get_rng_state(), state) and not model[0]._forward_pre_hooks
+
+
+class Checkpointed(nn.Module):
+    """Each layer runs again in backward."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def test_layers_that_run_again_in_backward_take_the_time_of_both_runs():
+    model = Checkpointed(slow_model(*[(0.004, 0.0)] * 3))
+    found = wb.planner.partition_stages(model, F.mse_loss, torch.ones(2, 4), torch.ones(2, 4), 2, num_repeats=2)
+    assert min(found.costs_s.values()) > 0.007
 
 
 def test_a_cut_never_goes_through_a_block():
