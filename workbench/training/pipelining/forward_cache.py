@@ -327,7 +327,7 @@ def _flattened(args: Any, kwargs: Any) -> tuple[Sequence[Any], Any]:
 
 def _are_same(before: tuple[Sequence[Any], Any], after: tuple[Sequence[Any], Any]) -> bool:
     """Whether arguments have the structure and the leaves that they had before."""
-    return before[1] == after[1] and all(map(is_, before[0], after[0]))
+    return bool(before[1] == after[1]) and all(map(is_, before[0], after[0]))
 
 
 def distinct_tensors(leaves: Sequence[Any]) -> list[Any]:
