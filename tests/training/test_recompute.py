@@ -280,6 +280,35 @@ def test_a_cache_that_a_block_fills_is_refused():
         run_ranks(program, 1)
 
 
+class Popping(Block):
+    """Takes a tensor from a list of its caller's, as the upper half of a U-Net does."""
+
+    def forward(self, x, skips):
+        return super().forward(x) + skips.pop()
+
+
+class WithSkips(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Popping() for _ in range(2))
+
+    def forward(self, x):
+        skips = [x, x]
+        for block in self.blocks:
+            x = block(x, skips)
+        return x
+
+
+def test_a_list_that_a_block_changes_is_refused():
+    def program():
+        model = wb.parallelize(copy.deepcopy(one), "*: data | recompute")
+        model(torch.ones(2, 16)).sum().backward()
+
+    one = WithSkips()
+    with pytest.raises(StrategyError, match=r"with 1 arguments in place of 2: a list or dict .*skips\.pop"):
+        run_ranks(program, 2)
+
+
 def test_what_a_stage_has_received_is_not_sent_again_through_hooks():
     """A block's input that comes back as a new tensor has the boxing of its first run."""
     made = [make("mlp") for _ in range(4)]

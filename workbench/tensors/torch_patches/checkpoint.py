@@ -22,6 +22,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from workbench.errors import StrategyError
 from workbench.tensors.boxing.box import keep_boxing, kept_boxings
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain, wrap
 from workbench.tensors.hidden_from_modes import hidden_from_modes
@@ -230,8 +231,17 @@ def _wrapped(specs: list[tuple[Spec, bool] | None], arrivals: list[_Arrivals], a
     """The arguments of a recomputation, which come as plain shards: global again, and leaves only if they were.
 
     A leaf that requires a gradient may not be written in place, and does not cache its boxings.
+
+    Raises:
+        StrategyError: there are more or fewer of them.
     """
     leaves, structure = tree_flatten((args, kwargs))
+    if len(leaves) != len(specs):
+        raise StrategyError(
+            f"a checkpoint (recompute) runs its function again in backward, with {len(leaves)} arguments in place of "
+            f"{len(specs)}: a list or dict that it gets has changed since the first run, as by skips.pop(). Give it the "
+            "tensor itself and change the list outside of it, or leave the checkpoint or recompute out."
+        )
     new: list[int] = []
     for position, (leaf, known) in enumerate(zip(leaves, specs, strict=True)):
         if known is not None and type(leaf) is torch.Tensor:
