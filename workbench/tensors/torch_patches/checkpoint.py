@@ -239,8 +239,8 @@ def _wrapped(specs: list[tuple[Spec, bool] | None], arrivals: list[_Arrivals], a
     if len(leaves) != len(specs):
         raise StrategyError(
             f"a checkpoint (recompute) runs its function again in backward, with {len(leaves)} arguments in place of "
-            f"{len(specs)}: a list or dict that it gets has changed since the first run, as by skips.pop(). Give it the "
-            "tensor itself and change the list outside of it, or leave the checkpoint or recompute out."
+            f"{len(specs)}: a list or dict that it gets has changed since the first run, as by skips.pop(). Give it "
+            "the tensor itself and change the list outside of it, or leave the checkpoint or recompute out."
         )
     new: list[int] = []
     for position, (leaf, known) in enumerate(zip(leaves, specs, strict=True)):
