@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ def refuse_dataclasses(output: Any) -> None:
         RunError: it is not registered.
     """
     for leaf in tree_leaves(output):
-        if is_dataclass(leaf) and not isinstance(leaf, type):
+        held = [getattr(leaf, each.name, None) for each in fields(leaf)] if is_dataclass(leaf) else []
+        if any(isinstance(value, torch.Tensor) for value in tree_leaves(held)):
             kind = type(leaf).__name__
             raise RunError(
                 f"evaluate: the module returns a {kind}, a dataclass, of which torch finds 0 tensors. Outputs of "
