@@ -320,6 +320,43 @@ def test_several_stages_on_a_rank(num_micro_batches):
         assert_same(found, truth)
 
 
+class Weighing(nn.Module):
+    """The first call replaces a buffer by a plain tensor, as rotary embeddings do for longer texts."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("weights", torch.ones(1))
+
+    def forward(self, x):
+        if self.weights.shape[0] < x.shape[1]:
+            self.weights = torch.linspace(0.5, 1.5, x.shape[1])
+        return torch.tanh(self.layer(x)) * self.weights
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_forward_may_replace_a_buffer_by_a_plain_tensor(schedule):
+    """Also if stages are made anew afterwards, as for a parameter that is frozen."""
+    torch.manual_seed(0)
+    one = nn.Sequential(*(Weighing() for _ in range(4)))
+    models, (inputs, targets) = [copy.deepcopy(one) for _ in range(2)], torch.randn(2, 4, 8)
+    stages = [0, 1, 2, 3] if schedule == "interleaved" else [0, 0, 1, 1]
+    rows = "; ".join(f"{number}.layer: data@{stage}" for number, stage in enumerate(stages))
+
+    def program(rank):
+        model, losses = wb.parallelize(models[rank], f"{rows} | 2x1x1 mb=2 {schedule}"), []
+        for _ in range(2):
+            losses.append(wb.forward_backward(model, F.mse_loss, inputs, targets).item())
+            model[0].layer.weight.requires_grad_(False)
+        return losses, whole(model[3].layer.weight.grad)
+
+    loss = F.mse_loss(one(inputs), targets)
+    loss.backward()
+    for losses, grad in run_ranks(program, 2):
+        assert losses == pytest.approx([loss.item()] * 2, rel=1e-5)
+        torch.testing.assert_close(grad, 2 * one[3].layer.weight.grad)
+
+
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "options",

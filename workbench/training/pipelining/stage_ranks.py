@@ -87,6 +87,8 @@ class StageRank:
         for name, submodule in module.named_modules():
             nearest = choices.get(name or ROOT, nearest)
             for short, buffer in submodule.named_buffers(recurse=False, remove_duplicate=False):
+                if not isinstance(buffer, GlobalTensor):  # a forward has made it
+                    continue
                 placement = self._layouts.placement_of_buffers(name or ROOT, submodule, nearest)
                 own: Any = buffer
                 layout = Layout(placement, (broadcast,) * placement.num_axes)
@@ -159,13 +161,19 @@ class StageRank:
             with layouts, observed, Simulated(self.world), caches:
                 yield
         finally:
+            plain_now = []
             for position, (holder, name, own, view) in enumerate(self._views):
-                found: Any = holder[name]
+                found: Any = holder.get(name)
                 if found is not view and not own._is_param:  # the forward has replaced this buffer
+                    if not isinstance(found, GlobalTensor):
+                        plain_now.append(position)  # or has removed it
+                        continue
                     left: Any = own if found._spec.is_placeholder else self.to_rank_world(found)
                     self._views[position] = (holder, name, left, found)
                     own = left
                 holder[name] = own
+            for position in reversed(plain_now):
+                del self._views[position]
 
     def to_rank_world(self, result: torch.Tensor) -> torch.Tensor:
         """A result of the stage with its spec on this rank; a placeholder of another stage may stay one."""
