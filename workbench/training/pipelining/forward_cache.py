@@ -34,7 +34,7 @@ from workbench.tensors.tensor_state import version_of
 from workbench.tensors.world import World
 from workbench.training.pipelining.made_tensors import MadeTensors
 
-VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum, np.number, np.bool_)
+VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, np.number, np.bool_)
 """Arguments and attributes that can be compared and never change."""
 TENSORS_AND_VALUES = (torch.Tensor, *VALUES)
 _SETTINGS = (*VALUES, FunctionType, BuiltinFunctionType)
