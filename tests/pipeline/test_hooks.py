@@ -1,11 +1,14 @@
 """Hooks on parameters in scheduled steps: what they read and change is what they would on one device."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
+from tests.pipeline.test_placeholder_forward import ROWS, Block, Model
 from workbench.errors import StrategyError
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.testing import run_ranks
@@ -102,3 +105,20 @@ def test_hooks_that_would_not_be_called_are_refused(kind):
         wb.forward_backward(model, F.mse_loss, *batch)
 
     run_ranks(program, 2)
+
+
+def test_hooks_of_parameters_are_called_on_every_rank_for_every_micro_batch():
+    torch.manual_seed(0)
+    one = Model(Block)
+    models = [copy.deepcopy(one) for _ in range(3)]
+    inputs, targets = torch.randn(6, 8), torch.arange(6) % 4
+
+    def program(rank):
+        model, calls = wb.parallelize(models[rank], ROWS), []
+        wb.forward_backward(model, F.cross_entropy, inputs, targets)
+        model.b.one.weight.register_hook(lambda grad: calls.append("hook"))
+        for _ in range(2):
+            wb.forward_backward(model, F.cross_entropy, inputs, targets)
+        return calls
+
+    assert run_ranks(program, 3) == [["hook"] * 4] * 3

@@ -385,20 +385,3 @@ def test_a_program_may_ask_for_the_gradients_of_other_stages_itself():
         loss_of(one, wanted)(one(inputs[rows]), targets[rows])
     for found in run_ranks(program, 3):
         torch.testing.assert_close(found, [*wanted, *wanted])
-
-
-def test_hooks_of_parameters_are_called_on_every_rank_for_every_micro_batch():
-    torch.manual_seed(0)
-    one = Model(Block)
-    models = [copy.deepcopy(one) for _ in range(3)]
-    inputs, targets = torch.randn(6, 8), torch.arange(6) % 4
-
-    def program(rank):
-        model, calls = wb.parallelize(models[rank], ROWS), []
-        wb.forward_backward(model, F.cross_entropy, inputs, targets)
-        model.b.one.weight.register_hook(lambda grad: calls.append("hook"))
-        for _ in range(2):
-            wb.forward_backward(model, F.cross_entropy, inputs, targets)
-        return calls
-
-    assert run_ranks(program, 3) == [["hook"] * 4] * 3
