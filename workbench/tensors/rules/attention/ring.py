@@ -254,8 +254,7 @@ def _attend(
     call: _Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result and the log of the sum of exponentials, of this rank's queries."""
-    out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=call.wide)
-    lse = query.new_full(query.shape[:-1], -math.inf, dtype=call.wide)
+    totals: list[torch.Tensor] = []
 
     def compute(block: Block, queries: Tensors, keys: Tensors) -> Sides:
         part = _mask_of(call, block, mask)
@@ -264,14 +263,17 @@ def _attend(
         )
 
     def add(block: Block, side: int, found: Tensors) -> None:
-        if block.queries == block.keys:  # the first one
-            out.copy_(found[0]), lse.copy_(found[1])
-        else:
-            add_block(_cut(out, block, side), _cut(lse, block, side), *found)
+        if totals:
+            add_block(*(_cut(total, block, side) for total in totals), *found)
+        else:  # the first block has all of this rank's queries
+            totals.extend(x.to(call.wide) for x in found)
 
-    like_out = query.new_empty(()).expand(out.shape)
-    call.run(([query], [key, value]), ([like_out, lse], []), compute, add, call.tag)
-    return out.to(query.dtype), lse
+    shape = (*query.shape[:-1], value.shape[-1])
+    like = query.new_empty(()).expand(shape), query.new_empty((), dtype=call.wide).expand(shape[:-1])
+    call.run(([query], [key, value]), (like, []), compute, add, call.tag)
+    if not totals:  # no block has a score that counts
+        return query.new_zeros(shape), query.new_full(shape[:-1], -math.inf, dtype=call.wide)
+    return totals[0].to(query.dtype), totals[1]
 
 
 def _backward(
@@ -279,7 +281,9 @@ def _backward(
     mask: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
 ) -> Tensors:  # fmt: skip
     """The gradients of this rank's queries, keys and values."""
-    totals = [torch.zeros_like(x, dtype=call.wide) for x in (query, key, value)]
+    given = [query, grad, out, lse], [key, value]
+    results = [query], [key, value]
+    totals: tuple[list[torch.Tensor], ...] = [], []
 
     def compute(block: Block, queries: Tensors, keys: Tensors) -> Sides:
         part = _mask_of(call, block, mask)
@@ -290,12 +294,17 @@ def _backward(
         return [of_query], of_keys
 
     def add(block: Block, side: int, found: Tensors) -> None:
-        for total, term in zip(totals[:1] if side == _QUERIES else totals[1:], found, strict=True):
+        if not totals[side]:  # the first block has all of this rank's queries, and of its keys
+            totals[side].extend(x.to(call.wide) for x in found)
+            return
+        for total, term in zip(totals[side], found, strict=True):
             _cut(total, block, side).add_(term)
 
-    given = [query, grad, out, lse], [key, value]
-    call.run(given, ([query], [key, value]), compute, add, call.tag | 1)
-    return [total.to(call.dtype) for total in totals]
+    call.run(given, results, compute, add, call.tag | 1)
+    return [
+        total.to(call.dtype) for side, like in zip(totals, results, strict=True)
+        for total in side or map(torch.zeros_like, like)
+    ]  # fmt: skip
 
 
 def _mask_of(call: _Call, block: Block, mask: torch.Tensor | None) -> torch.Tensor | None:
