@@ -78,7 +78,11 @@ INSTALLERS: tuple[Callable[[nn.Module, ParallelState], list[Any]], ...] = (
 
 
 def parallelize(
-    module: nn.Module, strategy: StrategyLike, *, optimizer: Optimizer | None = None, init: Init = None
+    module: nn.Module,
+    strategy: StrategyLike,
+    *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    init: Init = None,
 ) -> nn.Module:
     """Shard ``module`` over the ranks of the world, in place. All ranks call it with equal weights.
 
@@ -92,8 +96,8 @@ def parallelize(
             ``{"fc1": "data", "fc2": "model"}``; a file of its text (``Path``); or a preset, made for the module:
             ``"data"``, ``"model"``, ``"pipeline"``, ``"hybrid"``, with options if needed: ``"pipeline | mb=8"``. The
             stages of ``"pipeline"`` follow the order in which the first batch goes through the layers.
-        optimizer: an optimizer over parameters of the module, and perhaps others. Its state gets the new layouts, and
-            so does that of optimizers that it has as attributes.
+        optimizer: an optimizer over parameters of the module, and perhaps others, or a list of several. Its state gets
+            the new layouts, and so does that of optimizers that it has as attributes.
         init: values of a module on meta, shard by shard. None: its modules' ``reset_parameters`` (of ``transformers``:
             ``_init_weights``), with the same numbers for every strategy. A path: safetensors files, see
             ``wb.checkpoint.load_safetensors``. A function: called with every submodule, children first. ``"empty"``:
@@ -113,7 +117,8 @@ def parallelize(
     ``wb.parallelize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), "*: model")`` splits both weights.
     """
     world = current()
-    optimizers = [optimizer, *optimizers_within(optimizer)] if optimizer is not None else []
+    given = optimizer if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
+    optimizers = [each for one in given for each in (one, *optimizers_within(one))]
     return place(module, strategy, optimizers, world.world_size, init)
 
 

@@ -123,6 +123,31 @@ def test_an_optimizer_over_plain_parameters_is_taken_along():
             torch.testing.assert_close(found, truth.detach(), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_several_optimizers_are_taken_along(together):
+    """In one call, or each in a call of its own, of which the first one moves the weights."""
+    setup = Setup("mlp", dtype=torch.float64, rate=0.0)
+
+    def trained(model, texts):
+        parameters = list(wb.parallelize(model, texts[0]).parameters())
+        optimizers = [OPTIMIZERS["adamw"](half) for half in (parameters[:3], parameters[3:])]
+        for step, text in enumerate(texts):
+            for given in [optimizers] if together else optimizers:
+                wb.parallelize(model, text, optimizer=given)
+            inputs, targets = setup.batch(step)
+            torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [whole(parameter) for parameter in parameters]
+
+    models = [setup.model() for _ in range(3)]
+    [expected] = run_ranks(lambda: trained(models[2], ["*: data"] * 4), 1)
+    texts = ["*: data; 6: data@1 | 2x1x1", "*: data", "*: model", "*: data | zero=1"]
+    for weights in run_ranks(lambda rank: trained(models[rank], texts), 2):
+        torch.testing.assert_close(weights, expected, rtol=1e-8, atol=1e-10)
+
+
 def test_gradients_move_with_their_parameters():
     setup = Setup("mlp", rate=0.0)
     models, (inputs, targets) = [setup.model() for _ in range(3)], setup.batch(0)

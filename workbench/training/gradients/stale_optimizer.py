@@ -67,7 +67,7 @@ def check_not_replaced(optimizer: Optimizer, plain: Sequence[torch.Tensor], num_
         raise LayoutError(
             f"{type(optimizer).__name__}.step(): {replaced} of {len(plain) + num_others} parameters are those of a "
             "module before wb.parallelize, which has put global tensors in their place. Give it the optimizer, "
-            "wb.parallelize(module, strategy, optimizer=optimizer), or make the optimizer afterwards."
+            "wb.parallelize(module, strategy, optimizer=optimizer), several as a list, or make the optimizer afterwards."
         )
 
 

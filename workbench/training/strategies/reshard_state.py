@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from workbench.errors import StrategyError
 from workbench.tensors.boxing.fused import box_many
-from workbench.tensors.global_tensor import GlobalTensor, Spec, new_placeholder, plain, wrap
+from workbench.tensors.global_tensor import GlobalTensor, Spec, new_placeholder, plain, spec_of, wrap
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World
 from workbench.training.gradients.block_state import refuse_block_state
@@ -54,24 +54,33 @@ def states_of(optimizers: Sequence[Optimizer], module: nn.Module, world: World) 
     seen: set[int] = set()
     states = []
     for optimizer in sorted(optimizers, key=_is_shown):
-        _check_others(optimizer, module)
+        stepped = _specs_of_last_step(optimizer)
+        _check_others(optimizer, module, stepped)
         bring_back(optimizer)  # which may make another object for the state
-        states.append(OptimizerState(optimizer, module, world, moves=id(optimizer.state) not in seen))
+        moves = id(optimizer.state) not in seen
+        states.append(OptimizerState(optimizer, module, world, stepped, moves))
         seen.add(id(optimizer.state))
     return states
 
 
-def _check_others(optimizer: Optimizer, module: nn.Module) -> None:
+def _specs_of_last_step(optimizer: Optimizer) -> dict[torch.Tensor, Spec]:
+    """How state lies since the last step, by parameter: a change of strategy without the optimizer did not move it.
+    Nothing where no step was made, or state was loaded since.
+    """
+    swap = vars(optimizer).get("_workbench_swap")
+    is_known = swap is not None and optimizer.state is swap.state
+    return dict(zip(swap.parameters, swap.specs, strict=True)) if is_known else {}
+
+
+def _check_others(optimizer: Optimizer, module: nn.Module, stepped: dict[torch.Tensor, Spec]) -> None:
     """Refuse state of other modules' parameters that have other layouts now: the optimizer is about to forget theirs.
 
     Raises:
         LayoutError: on all ranks, if one has such state.
     """
-    swap = vars(optimizer).get("_workbench_swap")
-    if swap is not None and optimizer.state is swap.state:
-        own = {id(parameter) for parameter in module.parameters()}
-        others = {p: spec for p, spec in zip(swap.parameters, swap.specs, strict=True) if id(p) not in own}
-        check_state_layouts(optimizer, list(others), list(others.values()))
+    own = {id(parameter) for parameter in module.parameters()}
+    others = {p: spec for p, spec in stepped.items() if id(p) not in own}
+    check_state_layouts(optimizer, list(others), list(others.values()))
 
 
 def _is_shown(optimizer: Optimizer) -> tuple[bool, int]:
@@ -81,10 +90,13 @@ def _is_shown(optimizer: Optimizer) -> tuple[bool, int]:
 
 class OptimizerState:
     """The state of an optimizer while its parameters change their layouts: of those that are the module's. Others, of a
-    loss for example, stay as they are. ``moves``: no other optimizer has moved it.
+    loss for example, stay as they are. ``stepped``: see ``_specs_of_last_step``. ``moves``: no other optimizer has
+    moved it.
     """
 
-    def __init__(self, optimizer: Optimizer, module: nn.Module, world: World, moves: bool = True) -> None:
+    def __init__(
+        self, optimizer: Optimizer, module: nn.Module, world: World, stepped: dict[torch.Tensor, Spec], moves: bool
+    ) -> None:
         self.optimizer, self.world, self.moves = optimizer, world, moves
         own = {id(parameter) for parameter in module.parameters()}
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -92,10 +104,11 @@ class OptimizerState:
         if held and not self.parameters:
             raise StrategyError(
                 f"parallelize(optimizer=): {len(held)} of the optimizer's {len(held)} parameters are not among the "
-                f"module's {len(own)}. The state moves with the parameters: pass the module that has them."
+                f"module's {len(own)}. The state moves with the parameters: pass the module that has them. Optimizers "
+                "from before the first wb.parallelize of a module are given in that call, several as a list."
             )
         refuse_block_state(optimizer, "parallelize(optimizer=)", StrategyError)
-        self.specs = [state_spec(p) if isinstance(p, GlobalTensor) else None for p in self.parameters]
+        self.specs = [_spec_of_state(p, stepped) if isinstance(p, GlobalTensor) else None for p in self.parameters]
         self._moves: list[tuple[dict[str, Any], str, Spec, bool]] = []
         mine = [self._described(p, spec) for p, spec in zip(self.parameters, self.specs, strict=True)]
         every = all_gather_object(mine, world, "state of an optimizer")
@@ -161,6 +174,11 @@ class OptimizerState:
         ).wait()
         for (state, key, _, is_global), value in zip(self._moves, boxed, strict=True):
             state[key] = value if is_global else plain(value)
+
+
+def _spec_of_state(parameter: GlobalTensor, stepped: dict[torch.Tensor, Spec]) -> Spec:
+    spec = state_spec(parameter)
+    return spec_of(spec.world, stepped[parameter].layout, spec.shape) if parameter in stepped else spec
 
 
 def _describe(key: str, value: Any, parameter: torch.Tensor, spec: Spec | None) -> Any:
