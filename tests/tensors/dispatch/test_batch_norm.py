@@ -101,6 +101,20 @@ def assert_as_one_device(shape, ranks, sbp, device=CPU, **options):
     run_ranks(program, 4 if ranks is GRID else 3, device=device)
 
 
+def test_synchronized_norms_take_the_whole_batch(monkeypatch):
+    """In a process group, torch's own would exchange what ranks hold of it, and does so on GPUs only."""
+    shape = SHAPES["2d"]
+    expected = step(norm_of(shape), draw(*shape).requires_grad_())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+
+    def program():
+        module = as_global(nn.SyncBatchNorm.convert_sync_batchnorm(norm_of(shape)), LINE, 1)
+        for ours, theirs in zip(step(module, placed(draw(*shape), LINE, ["S(0)"])), expected, strict=True):
+            assert_same(ours, theirs, **TIGHT)
+
+    run_ranks(program, 3)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("ranks", "sbp"), LAYOUTS)
 @pytest.mark.parametrize("kind", ["1d", "2d", "few"])

@@ -7,6 +7,7 @@ ranks add the two sums. Split channels need no exchange.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from workbench.core.layout import Shape
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
@@ -33,6 +35,7 @@ from workbench.tensors.dispatch.local_call import sum_terms
 from workbench.tensors.dispatch.placeholder_calls import placeholder_outputs, recipe_of, write_placeholder
 from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
+from workbench.tensors.patch_table import patch
 from workbench.tensors.rules.reduction.two_stage import needs_grad
 from workbench.tensors.rules.reduction.variance import accumulation_dtype
 from workbench.tensors.tensor_state import applying, new_placeholder, spread_zero
@@ -279,3 +282,18 @@ def move_running(running: Any, batch: Any, momentum: float) -> None:
         if type(running) is GlobalTensor:
             batch = box_implicitly(batch, sum_terms(running)._spec.layout, "batch_norm")
         running.lerp_(batch, momentum)
+
+
+def _of_the_whole_batch(torchs_own: Any) -> Any:
+    @functools.wraps(torchs_own)
+    def forward(self: Any, input: Any) -> Any:
+        return (nn.BatchNorm1d.forward if isinstance(input, GlobalTensor) else torchs_own)(self, input)
+
+    return forward
+
+
+patch(
+    "torch.nn.SyncBatchNorm.forward",
+    "it sums over processes what has the statistics of the whole batch already, and refuses CPUs",
+    _of_the_whole_batch,
+)
