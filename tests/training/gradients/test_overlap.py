@@ -123,6 +123,17 @@ def test_sums_start_in_the_last_backward_also_where_two_optimizers_step():
         assert not last.strip()
 
 
+def test_sums_start_in_backward_after_a_change_of_strategy_that_moves_nothing():
+    def body(model, optimizer, batch, events):
+        plain_steps(model, optimizer, batch, events, steps=2)
+        wb.parallelize(model, "*: data | recompute")
+        plain_steps(model, optimizer, batch, events, steps=3)
+
+    events, _ = train("*: data", 2, body)
+    first, *_, last = " ".join(events).split("step")[-2].split()
+    assert (first, last) == ("start", "backward")
+
+
 def test_more_backwards_than_before_are_never_wrong():
     def body(model, optimizer, batch, events):
         for parts in (1, 1, 3, 1, 2, 2, 1):

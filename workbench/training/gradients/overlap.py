@@ -52,6 +52,8 @@ class GradientReducer:
         scatters: sum after every backward, and keep only this rank's shard of the gradient (ZeRO 2).
     """
 
+    is_removed = False
+
     def __init__(self, parameters: Sequence[GlobalTensor], scatters: bool = False) -> None:
         self.scatters, self._given = scatters, parameters
         self.paused = False
@@ -94,6 +96,7 @@ class GradientReducer:
 
     def remove(self) -> None:
         """Stop observing."""
+        self.is_removed = True
         self.drain()
         for handle in self._handles:
             handle.remove()

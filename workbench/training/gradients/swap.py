@@ -80,10 +80,13 @@ class Swap:
         }
 
     def fits(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer has the same parameters in the same layouts as when this was made."""
+        """Whether the optimizer has the same parameters in the same layouts as when this was made, and their reducers
+        still observe them: a change of strategy may keep all layouts.
+        """
         groups = optimizer.param_groups
         return (
             all(map(operator.is_, self.specs, map(state_spec, self.parameters)))
+            and not any(reducer.is_removed for reducer in self.reducers)
             and self.keeps_on_host == [p._keeps_state_on_host for p in self.parameters]
             and len(groups) == len(self.groups)
             and all(
