@@ -123,3 +123,17 @@ def test_replays_of_a_captured_step_are_read(strategy):
     for number, ranks in enumerate(zip(*run_ranks(program), strict=True)):
         assert {rate for rate, _ in ranks} == {0.5 ** (number + 1)}
         assert math.hypot(*(norm for _, norm in ranks)) == pytest.approx(5.0 * 2**number)
+
+
+def test_a_fused_step_that_unscales_by_itself():
+    def norm(scale):
+        model, scaler = wb.parallelize(copy.deepcopy(PLAIN), "*: data"), torch.amp.GradScaler("cpu", init_scale=scale)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+        meter = OptimizerMeter(optimizer)
+        meter.wants_norm = True
+        scaler.scale(F.cross_entropy(model(WORDS), CLASSES)).backward()
+        scaler.step(optimizer)
+        return float(meter.take()[1])
+
+    for scaled, alone in run_ranks(lambda: (norm(1024.0), norm(1.0))):
+        assert scaled == pytest.approx(alone, rel=1e-6)

@@ -57,7 +57,9 @@ class OptimizerMeter:
             parts = [grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]
             norms = list(torch._foreach_norm(parts)) if parts else []
             zero = torch.zeros((), device="cpu" if here is None else here.device)
-            self._norm = torch.linalg.vector_norm(torch.stack([zero, *(norm.float() for norm in norms)]))
+            norm = torch.linalg.vector_norm(torch.stack([zero, *(norm.float() for norm in norms)]))
+            scale = getattr(optimizer, "grad_scale", None)  # by which a fused step divides, in place of a GradScaler
+            self._norm = norm if scale is None else norm / scale
 
 
 def _learning_rate(optimizer: Optimizer) -> dict[str, Any]:
