@@ -10,7 +10,6 @@ from torch import nn
 
 import workbench as wb
 from tests.training.models import batch_for, make
-from workbench.errors import LayoutError
 from workbench.testing import run_ranks
 
 STRATEGIES = [
@@ -178,19 +177,29 @@ def test_gradients_are_those_without_a_scaler():
     torch.testing.assert_close(scaled, plain, rtol=0, atol=0)
 
 
-def test_an_optimizer_of_plain_and_global_parameters():
-    models = [make("mlp") for _ in range(2)]
+@pytest.mark.parametrize("strategy", ["*: data", "*: data | zero=2", "*: model"])
+def test_an_optimizer_of_plain_and_global_parameters(strategy):
+    """A weight of the loss, for example; an overflow of its gradient alone is everybody's, too."""
+    models = [make("mlp") for _ in range(3)]
+    inputs, targets = batch_for("mlp")
 
-    def program(rank):
-        model = wb.parallelize(models[rank], "*: data")
+    def trained(model):
         extra = nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(model(batch_for("mlp")[0]).sum()).backward()
-        with pytest.raises(LayoutError, match=r"the optimizer has 9 parameters, 8 of them global.*of all ranks"):
+        optimizer = torch.optim.SGD([extra, *model.parameters()], lr=0.1)
+        scaler, found = torch.amp.GradScaler("cpu", init_scale=2.0**10), []
+        for factor in (1.0, 2.0**120, 1.0):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs), targets) * extra[0] + factor * extra[1]
+            scaler.scale(loss).backward()
             scaler.step(optimizer)
+            scaler.update()
+            found += [scaler.get_scale(), *extra.tolist()]
+        return found, [everywhere(parameter) for parameter in model.parameters()]
 
-    run_ranks(program, 2)
+    expected = trained(models[2])
+    assert expected[0][::3] == [2.0**10, 2.0**9, 2.0**9]
+    for found in run_ranks(lambda rank: trained(wb.parallelize(models[rank], strategy)), 2):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 class Four(nn.Module):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from torch.amp import grad_scaler
 
 from workbench.core.float8_layers import fits_float8
-from workbench.errors import LayoutError, StrategyError
+from workbench.errors import StrategyError
 from workbench.kernels.float8 import lacks_float8
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.object_collectives import all_gather_object
@@ -156,16 +157,14 @@ def unscale_gradients(
     shared = [p for p in parameters if isinstance(p, GlobalTensor)]
     if not shared:
         return _torch_unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
-    if len(shared) < len(parameters):
-        raise LayoutError(
-            f"GradScaler: the optimizer has {len(parameters)} parameters, {len(shared)} of them global tensors. "
-            "Overflow is a decision of all ranks, so all parameters must be global: give plain ones an optimizer and a "
-            "scaler of their own, or enter them with wb.to_global(parameter, placement=, sbp=wb.sbp.broadcast)."
-        )
     world: World = shared[0]._spec.world
     present = [p for p in shared if not p._spec.is_placeholder]
     if not allow_fp16:
         _refuse_half(present)
+    plain = SimpleNamespace(param_groups=[{"params": [p for p in parameters if not isinstance(p, GlobalTensor)]}])
+    of_plain = [
+        each.to(world.device) for each in _torch_unscale(scaler, plain, inv_scale, found_inf, allow_fp16).values()
+    ]
     start_reduction(present)()
     found = found_inf.to(world.device)
     inverse = inv_scale.to(world.device)
@@ -175,7 +174,8 @@ def unscale_gradients(
             torch._amp_foreach_non_finite_check_and_unscale_([t for t in sums if t.dtype == dtype], found, inverse)
 
     change_gradients(present, lambda terms: torch._foreach_mul_(terms, inverse) if terms else None, check_and_unscale)
-    has_gradient = any(p.grad is not None for p in present)
+    has_gradient = bool(of_plain) or any(p.grad is not None for p in present)
+    found = torch.stack([found, *of_plain]).amax() if of_plain else found
     own = torch.stack([found, torch.full_like(found, has_gradient)])
     ranks = tuple(range(world.world_size))
     tag, header = world.context.next_sum_tag(ranks), "overflow of gradients"
