@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 import workbench as wb
 from workbench.errors import CheckpointError
@@ -144,6 +145,19 @@ class TestPlainTensorsOfOneRank:
             optimizer.step()
             with pytest.raises(CheckpointError, match=r"moments.state is a dict with global tensors.*give the object"):
                 wb.checkpoint.save(tmp_path / "ckpt", model=model, moments=optimizer.state_dict())
+
+        run_ranks(program, 2)
+
+    @pytest.mark.parametrize("given", [lambda o: [o, o], lambda o: {"first": o}, lambda o: [StepLR(o, 2)]])
+    def test_optimizers_among_other_values_are_refused(self, tmp_path, given):
+        """They were pickled with copies of their parameters, and a load left those of the program as they were."""
+
+        def program():
+            model = wb.parallelize(_sequential_copy(), "*: data")
+            parts = {"model": model, "all": given(torch.optim.Adam(model.parameters()))}
+            with pytest.raises(CheckpointError, match=r"checkpoint: all\S* has a (Adam|StepLR) among.*part of its own"):
+                wb.checkpoint.save(tmp_path / "ckpt", **parts)
+            wb.checkpoint.save(tmp_path / "ckpt", model=model)
 
         run_ranks(program, 2)
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
 from workbench.errors import CheckpointError
@@ -25,7 +27,8 @@ def flatten(state: Mapping[str, Any]) -> dict[Path, Any]:
     {('a', 'b'): [1, 2], ('c',): {}}
 
     Raises:
-        CheckpointError: a tensor inside a tuple or another container that is stored as one piece, or a sparse tensor.
+        CheckpointError: a tensor inside a tuple or another container that is stored as one piece; a sparse tensor; an
+            optimizer or scheduler among values.
     """
     return dict(_leaves((), state))
 
@@ -78,11 +81,11 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
         for index, inner in enumerate(value):
             yield from _leaves((*path, index), inner)
     else:
-        _refuse_hidden_tensors(path, value)
+        _refuse_hidden(path, value)
         yield path, value
 
 
-def _refuse_hidden_tensors(path: Path, value: Any) -> None:
+def _refuse_hidden(path: Path, value: Any) -> None:
     from workbench.tensors.global_tensor import GlobalTensor
 
     if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
@@ -99,3 +102,11 @@ def _refuse_hidden_tensors(path: Path, value: Any) -> None:
             "dictionaries with text keys and from lists: put the tensors into one of these. Of an optimizer give the "
             "object, not its state_dict()."
         )
+    for inner in (value, *inside):
+        if isinstance(inner, Optimizer | LRScheduler):
+            raise CheckpointError(
+                f"checkpoint: {name_of(path)} has a {type(inner).__name__} among plain values. It would be saved with "
+                "copies of its parameters, and no load would fill the program's own. Give each optimizer and scheduler "
+                "as a part of its own: wb.checkpoint.save(path, model=model, first=optimizers[0], "
+                "second=optimizers[1])."
+            )
