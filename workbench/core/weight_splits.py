@@ -24,7 +24,7 @@ ATTENTION = "MultiheadAttention"
 """torch's attention, whose module has the weights of queries, keys and values: in one, or in three."""
 PACKED = "in_proj_weight"
 _QUERIES = (PACKED, "q_proj_weight")
-IMAGE_KINDS = ("Conv1d", "Conv2d", "Conv3d", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
+IMAGE_KINDS = ("Conv1d", "Conv2d", "Conv3d", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
 """Layers whose features are channels: the dim behind the samples."""
 _BEFORE, _BEHIND = "(w_?|to_|fc_|lin_|linear_|proj_)?", "(_?proj|_projection|_lin|_linear|_layer)?"
 _COLUMN_NAMES = re.compile(
