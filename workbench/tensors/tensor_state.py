@@ -180,6 +180,8 @@ class TensorState(Annotated):
     """Of a gradient: the tensor that it is the gradient of."""
     _reducer: Any = None
     """Of a parameter: the ``GradientReducer`` that sums its gradient over ranks."""
+    _number: int = 0
+    """Of a parameter: its place in an order that all ranks have; an optimizer may list the same ones in another."""
 
     _writes: Writes | None = None
     """Of a placeholder: all writes to its memory, if somebody has read or set ``.data``. Other tensors have this in

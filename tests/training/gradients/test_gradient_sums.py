@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import workbench as wb
+from tests.training.models import batch_for, make
 from tests.training.programs import training_equals_one_device
 from workbench.tensors.global_tensor import local_torch
 from workbench.testing import run_ranks
@@ -58,3 +60,24 @@ def test_a_sum_is_not_used_for_a_later_gradient_at_the_same_address():
     for addresses, norms in run_ranks(program):
         assert len(set(addresses)) < len(addresses), "else this test says nothing"
         assert norms == pytest.approx([1024.0] * 20, rel=1e-2)
+
+
+@pytest.mark.parametrize("strategy", ["*: data", "*: data | zero=1", "*: model | 1x2x2"])
+def test_ranks_may_list_the_parameters_in_other_orders(strategy):
+    """As ``list(set(model.parameters()))`` does: a set goes by addresses, which differ between processes."""
+    inputs, targets = batch_for("mlp")
+    models = [make("mlp") for _ in range(5)]
+
+    def trained(model, step):
+        parameters = list(model.parameters())[::step]
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+            optimizer.step()
+        return [p.detach().full_tensor() if isinstance(p, wb.GlobalTensor) else p.detach() for p in model.parameters()]
+
+    expected = trained(models[4], 1)
+    for weights in run_ranks(lambda rank: trained(wb.parallelize(models[rank], strategy), 1 - rank % 2 * 2), 4):
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)

@@ -61,6 +61,7 @@ def deep_copy(tensor: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
     make_like(made, tensor, copy.deepcopy(own_attributes(tensor), memo))
     if tensor._is_param:  # its optimizer's state is copied too, and lies as it does
         made._optimizer_shard, made._keeps_state_on_host = tensor._optimizer_shard, tensor._keeps_state_on_host
+        made._number = tensor._number
     grad = None if tensor._is_param else tensor.grad  # torch does not copy a parameter's gradient
     if grad is not None:
         made.grad = copy.deepcopy(grad, memo)

@@ -74,8 +74,9 @@ class _Stamped(NamedTuple):
 def start_reduction(parameters: Iterable[GlobalTensor]) -> Finish:
     """Start to sum the terms of the parameters' gradients over the axes on which a parameter is broadcast.
 
-    All ranks of the parameters' placements call it with the same parameters in the same order. Placeholders and
-    parameters without a gradient are left out. Sums that exist already are used.
+    All ranks of the parameters' placements call it with the same parameters. A list that was a set has another order on
+    each rank, and those of ``wb.parallelize`` have numbers. Placeholders and parameters without a gradient are left
+    out. Sums that exist already are used.
 
     Returns:
         A function that waits for the sums and gives each parameter's local gradient in the layout of the optimizer's
@@ -99,6 +100,7 @@ def start_reduction(parameters: Iterable[GlobalTensor]) -> Finish:
                 result[parameter] = plain(grad)
             else:
                 fresh.append(term_of(parameter, plain(grad)))
+    fresh.sort(key=lambda term: term.owner._number)
     finish_fresh = start_sums(fresh)
 
     def finish() -> Sums:
@@ -235,6 +237,7 @@ def start_write_back(parameters: Iterable[GlobalTensor]) -> Callable[[], None]:
     The shards must lie in their places in the local parameters.
     """
     sharded = [(p, shard) for p in parameters if not p._spec.is_placeholder and (shard := shard_of(p)) is not None]
+    sharded.sort(key=lambda found: found[0]._number)
     buckets = cut_into_buckets(
         sharded, lambda found: (found[0]._spec.term_ranks, found[0].dtype), lambda found: num_bytes(found[0])
     )

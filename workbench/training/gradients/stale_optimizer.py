@@ -41,7 +41,7 @@ def optimizers_of(module: nn.Module, world: World) -> list[Optimizer]:
     number_of = {id(parameter): number for number, parameter in enumerate(module.parameters())}
     found: dict[tuple[tuple[int, ...], int], Optimizer] = {}
     for optimizer in reversed(list(_with_state)):
-        numbers = tuple([number_of.get(id(p), -1) for params in _groups_of(optimizer) for p in params])
+        numbers = tuple(sorted(number_of.get(id(p), -1) for params in _groups_of(optimizer) for p in params))
         if any(number >= 0 for number in numbers):
             found[numbers, sum(known == numbers for known, _ in found)] = optimizer
     if world.device.type == "meta":  # a dry run has no other ranks
@@ -67,7 +67,7 @@ def check_not_replaced(optimizer: Optimizer, plain: Sequence[torch.Tensor], num_
         raise LayoutError(
             f"{type(optimizer).__name__}.step(): {replaced} of {len(plain) + num_others} parameters are those of a "
             "module before wb.parallelize, which has put global tensors in their place. Give it the optimizer, "
-            "wb.parallelize(module, strategy, optimizer=optimizer), several as a list, or make the optimizer afterwards."
+            "wb.parallelize(module, strategy, optimizer=optimizer), several as a list, or make it afterwards."
         )
 
 

@@ -98,9 +98,9 @@ class OptimizerState:
         self, optimizer: Optimizer, module: nn.Module, world: World, stepped: dict[torch.Tensor, Spec], moves: bool
     ) -> None:
         self.optimizer, self.world, self.moves = optimizer, world, moves
-        own = {id(parameter) for parameter in module.parameters()}
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        self.parameters = [p for p in dict.fromkeys(held) if id(p) in own]
+        own = list(module.parameters())
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.parameters = [p for p in own if id(p) in held]
         if held and not self.parameters:
             raise StrategyError(
                 f"parallelize(optimizer=): {len(held)} of the optimizer's {len(held)} parameters are not among the "

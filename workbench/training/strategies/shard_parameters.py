@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from workbench.tensors.tensor_state import DECLARED, spread_zero
 from workbench.tensors.world import World
 from workbench.training.strategies.layouts import StageLayouts
 from workbench.training.strategies.state import ROOT
+
+_numbers = itertools.count(1)
 
 
 def parameter_spec(parameter: torch.Tensor, owner: ResolvedLayer, layouts: StageLayouts) -> Spec:
@@ -61,7 +64,8 @@ def shard_parameters(
     for name, parameter in list(layer.named_parameters(recurse=False, remove_duplicate=False)):
         if parameter not in converted:
             layout = layouts.plan.parameter_layout(owners[parameter], parameter.dim())
-            new = nn.Parameter(shard_tensor(parameter, layout, layouts.world), parameter.requires_grad)
+            new: Any = nn.Parameter(shard_tensor(parameter, layout, layouts.world), parameter.requires_grad)
+            new._number = next(_numbers)
             take_attributes(new, parameter)
             move_hooks(parameter, new)
             if parameter.grad is not None:
