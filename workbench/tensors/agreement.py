@@ -89,7 +89,7 @@ def _summary(local: torch.Tensor) -> str:
 
 
 def check_same_on_all_ranks(module: nn.Module, world: World) -> None:
-    """Raise ``LayoutError`` if the plain parameters and buffers of ``module`` differ between ranks. All
+    """Raise ``LayoutError`` if the plain parameters and buffers of ``module`` differ between ranks, or their order. All
     ranks call it.
     """
     if world.world_size == 1:
@@ -99,11 +99,20 @@ def check_same_on_all_ranks(module: nn.Module, world: World) -> None:
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
         if not isinstance(tensor, GlobalTensor) and not tensor.is_meta
     }
-    described = _if_they_differ(named, world, "parallelize")
+    described = _if_they_differ(named, world, "parallelize", in_order=True)
     counts = {len(own) for own in described}
     if len(counts) > 1:
         raise LayoutError(
             f"parallelize: the ranks hold {sorted(counts)} parameters and buffers. All ranks build the same model."
+        )
+    if described and all(own == described[0] for own in described):
+        orders = [list(own) for own in described]
+        rank = next(rank for rank, order in enumerate(orders) if order != orders[0])
+        first, other = next(pair for pair in zip(orders[0], orders[rank], strict=True) if pair[0] != pair[1])
+        raise LayoutError(
+            f"parallelize: the ranks list {len(orders[0])} parameters and buffers in different orders: {first!r} on "
+            f"rank 0 is where {other!r} is on rank {rank}. Gradients are summed in this order. A set has another in "
+            "each process: make the modules from a list, or from sorted(names)."
         )
     if described:
         rank, name = _first_difference(described)
@@ -116,11 +125,15 @@ def check_same_on_all_ranks(module: nn.Module, world: World) -> None:
 _Described = dict[str, tuple[int, str]]
 
 
-def _if_they_differ(named: Mapping[str, torch.Tensor], world: World, header: str) -> list[_Described]:
-    """The ranks' tensors by name, as hash and text; nothing if all ranks hold the same. All ranks call it."""
+def _if_they_differ(
+    named: Mapping[str, torch.Tensor], world: World, header: str, in_order: bool = False
+) -> list[_Described]:
+    """The ranks' tensors by name, as hash and text; nothing if all ranks hold the same (``in_order``: in the same
+    order). All ranks call it.
+    """
     hashes = {name: content_hash(tensor) for name, tensor in named.items()}
-    parts = (f"{name}: {t.dtype} {tuple(t.shape)} {hashes[name]}" for name, t in sorted(named.items()))
-    identity = "; ".join(parts)
+    names = list(named) if in_order else sorted(named)
+    identity = "; ".join(f"{name}: {named[name].dtype} {tuple(named[name].shape)} {hashes[name]}" for name in names)
     digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()
     if len(set(all_gather_object(digest, world, header))) == 1:
         return []
