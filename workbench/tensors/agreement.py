@@ -106,11 +106,11 @@ def check_same_on_all_ranks(module: nn.Module, world: World) -> None:
             f"parallelize: the ranks hold {sorted(counts)} parameters and buffers. All ranks build the same model."
         )
     if described and all(own == described[0] for own in described):
-        orders = [list(own) for own in described]
-        rank = next(rank for rank, order in enumerate(orders) if order != orders[0])
-        first, other = next(pair for pair in zip(orders[0], orders[rank], strict=True) if pair[0] != pair[1])
+        listed = [list(own) for own in described]
+        rank = next(rank for rank, order in enumerate(listed) if order != listed[0])
+        first, other = next(pair for pair in zip(listed[0], listed[rank], strict=True) if pair[0] != pair[1])
         raise LayoutError(
-            f"parallelize: the ranks list {len(orders[0])} parameters and buffers in different orders: {first!r} on "
+            f"parallelize: the ranks list {len(listed[0])} parameters and buffers in different orders: {first!r} on "
             f"rank 0 is where {other!r} is on rank {rank}. Gradients are summed in this order. A set has another in "
             "each process: make the modules from a list, or from sorted(names)."
         )

@@ -63,7 +63,7 @@ def test_a_sum_is_not_used_for_a_later_gradient_at_the_same_address():
 
 
 @pytest.mark.parametrize("strategy", ["*: data", "*: data | zero=1", "*: model | 1x2x2"])
-def test_ranks_may_list_the_parameters_in_other_orders(strategy):
+def test_ranks_may_list_the_parameters_in_another_order(strategy):
     """As ``list(set(model.parameters()))`` does: a set goes by addresses, which differ between processes."""
     inputs, targets = batch_for("mlp")
     models = [make("mlp") for _ in range(5)]
