@@ -210,9 +210,12 @@ def state_of(module: nn.Module) -> ParallelState:
 
 
 def unhook(module: nn.Module) -> None:
-    """Remove the hooks of an earlier ``parallelize``. Parameters stay global tensors."""
-    state = module.__dict__.pop(STATE, None)
-    if isinstance(module.__dict__.get(PLAN), ShardingPlan):
-        del module.__dict__[PLAN]
-    for handle in state.handles if state else []:
-        handle.remove()
+    """Remove the hooks of earlier calls of ``parallelize``, of the module and of parts of it: they would box inputs and
+    sum gradients a second time. Parameters stay global tensors.
+    """
+    for part in module.modules():
+        state = part.__dict__.pop(STATE, None)
+        if isinstance(part.__dict__.get(PLAN), ShardingPlan):
+            del part.__dict__[PLAN]
+        for handle in state.handles if state else []:
+            handle.remove()
