@@ -185,8 +185,7 @@ class TensorState(Annotated):
 
     _writes: Writes | None = None
     """Of a placeholder: all writes to its memory, if somebody has read or set ``.data``. Other tensors have this in
-    their storage (see ``keep_writes``).
-    """
+    their storage (see ``keep_writes``)."""
     _memory: object | None = None
     """Stands for the memory that it was last given by ``.data``, on every rank (see ``memory_of``)."""
     _boxings: dict[tuple[Layout, Any], Any] | None = None
@@ -215,8 +214,8 @@ class TensorState(Annotated):
     _history_base: Any = None
     """Of a placeholder: the tensor that it is a view of; what is written to the view is in the base's history."""
     _memory_owner: TensorState | None = None
-    """Of a placeholder: the tensor whose memory it shares on the ranks of the placement, which counts the writes;
-    or one without history that does so in its place."""
+    """Of a placeholder: what counts the writes to the memory that it shares elsewhere: a tensor, or one without its
+    history."""
     _strides: tuple[int, ...] | None = None
     """Of a placeholder: its strides on one device, where they are known not to be those of a contiguous tensor."""
 

@@ -5,10 +5,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import workbench as wb
 from tests.training.models import batch_for, make
 from tests.training.programs import training_equals_one_device
+from workbench.errors import StrategyError
 from workbench.tensors.global_tensor import local_torch
 from workbench.testing import run_ranks
 from workbench.training.gradients import reduction
@@ -81,3 +83,9 @@ def test_ranks_may_list_the_parameters_in_another_order(strategy):
     expected = trained(models[4], 1)
     for weights in run_ranks(lambda rank: trained(wb.parallelize(models[rank], strategy), 1 - rank % 2 * 2), 4):
         torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_no_sync_of_a_module_that_is_not_parallelized():
+    message = r"no_sync\(Linear\): 0 of its 2 parameters.*wb.parallelize"
+    with pytest.raises(StrategyError, match=message), wb.no_sync(nn.Linear(2, 2)):
+        pass

@@ -11,7 +11,6 @@ from torch import nn
 
 import workbench as wb
 from tests.training.models import batch_for, make
-from workbench.errors import StrategyError
 from workbench.tensors.global_tensor import local_torch
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
@@ -249,12 +248,6 @@ def test_no_sync_starts_nothing():
 
     events, _ = train("*: data", 2, body)
     assert all(after != "backward" for before, after in itertools.pairwise(events) if before == "start")
-
-
-def test_no_sync_of_a_module_that_is_not_parallelized():
-    message = r"no_sync\(Linear\): 0 of its 2 parameters.*wb.parallelize"
-    with pytest.raises(StrategyError, match=message), wb.no_sync(nn.Linear(2, 2)):
-        pass
 
 
 def test_clipping_and_the_step_share_their_sums():

@@ -170,3 +170,25 @@ def test_an_error_in_the_foreground_leaves_the_checkpoint_before(tmp_path, monke
 
     run_ranks(program, 2)
     assert torch.equal(wb.checkpoint.load(tmp_path / "ckpt")["x"], torch.ones(3)), "the one before stays"
+
+
+def test_an_error_on_one_rank_is_raised_on_all_by_the_next_save(tmp_path, monkeypatch):
+    write_slices = writing._write_slices
+
+    def fails_on_one(path, items):
+        if path.name == "__1_0.distcp" and path.parent.name.startswith("bad"):
+            raise OSError("no space left")
+        return write_slices(path, items)
+
+    monkeypatch.setattr(writing, "_write_slices", fails_on_one)
+
+    def program():
+        wb.checkpoint.save(tmp_path / "good", x=torch.ones(3), async_op=True)
+        wb.checkpoint.save(tmp_path / "bad", x=torch.zeros(3), async_op=True)
+        assert (tmp_path / "good" / ".metadata").is_file()
+        with pytest.raises((OSError, CheckpointError), match="no space left"):
+            wb.checkpoint.save(tmp_path / "next", x=torch.ones(3))
+        wb.checkpoint.save(tmp_path / "next", x=torch.ones(3))
+
+    run_ranks(program, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "next"]

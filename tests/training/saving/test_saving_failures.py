@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import StepLR
 import workbench as wb
 from workbench.errors import CheckpointError
 from workbench.testing import assert_equal_to_one_device, run_ranks
-from workbench.training.saving import store
 
 
 def on(num_ranks, fn):
@@ -308,27 +307,6 @@ class TestAsynchronous:
                 break
             time.sleep(0.01)
         assert torch.equal(wb.checkpoint.load(tmp_path / "ckpt")["x"], torch.ones(3))
-
-    def test_an_error_on_one_rank_is_raised_on_all_by_the_next_save(self, tmp_path, monkeypatch):
-        write_slices = store.writing._write_slices
-
-        def fails_on_one(path, items):
-            if path.name == "__1_0.distcp" and path.parent.name.startswith("bad"):
-                raise OSError("no space left")
-            return write_slices(path, items)
-
-        monkeypatch.setattr(store.writing, "_write_slices", fails_on_one)
-
-        def program():
-            wb.checkpoint.save(tmp_path / "good", x=torch.ones(3), async_op=True)
-            wb.checkpoint.save(tmp_path / "bad", x=torch.zeros(3), async_op=True)
-            assert (tmp_path / "good" / ".metadata").is_file()
-            with pytest.raises((OSError, CheckpointError), match="no space left"):
-                wb.checkpoint.save(tmp_path / "next", x=torch.ones(3))
-            wb.checkpoint.save(tmp_path / "next", x=torch.ones(3))
-
-        run_ranks(program, 2)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "next"]
 
 
 class TestCheckpoints:

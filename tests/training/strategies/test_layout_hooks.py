@@ -12,8 +12,9 @@ from torch import nn
 
 import workbench as wb
 from benchmarks.gpt import GPT, next_word_loss
-from tests.training.models import CNN
+from tests.training.models import CNN, make
 from workbench.tensors.execution_context import OUTSIDE
+from workbench.tensors.global_tensor import local_torch
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 from workbench.training.costs.dry_run import dry_run
@@ -70,3 +71,20 @@ def test_a_call_goes_on_after_that_of_another_parallelized_module():
     for output, num_samples, sbp in found:
         assert num_samples == 4 and sbp == (wb.sbp.broadcast,)
         torch.testing.assert_close(output, expected)
+
+
+def test_a_strategy_takes_the_place_of_those_of_its_parts():
+    """Their hooks would box inputs and sum gradients a second time."""
+    built = make("mlp")
+
+    def num_hooks(model):
+        with local_torch():
+            of_gradients = [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()]
+        return of_gradients, [len(each._forward_pre_hooks) + len(each._forward_hooks) for each in model.modules()]
+
+    def program():
+        once, twice = (copy.deepcopy(built) for _ in range(2))
+        wb.parallelize(twice[0], "*: model | bf16")
+        assert num_hooks(wb.parallelize(once, "*: data")) == num_hooks(wb.parallelize(twice, "*: data"))
+
+    run_ranks(program, 2)

@@ -13,7 +13,6 @@ from tests.training.models import batch_for, make
 from tests.training.programs import training_equals_one_device
 from workbench.errors import LayoutError, StrategyError
 from workbench.tensors.dispatch.dispatcher import FallbackWarning
-from workbench.tensors.global_tensor import local_torch
 from workbench.testing import run_ranks
 from workbench.training.parallel import describe
 
@@ -291,23 +290,6 @@ def test_a_module_without_parameters_is_one_layer(strategy):
     for output, buffers in run_ranks(program, 2):
         torch.testing.assert_close(output, expected)
         torch.testing.assert_close(buffers, dict(models[2].named_buffers()))
-
-
-def test_a_strategy_takes_the_place_of_those_of_its_parts():
-    """Their hooks would box inputs and sum gradients a second time."""
-    built = make("mlp")
-
-    def num_hooks(model):
-        with local_torch():
-            of_gradients = [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()]
-        return of_gradients, [len(each._forward_pre_hooks) + len(each._forward_hooks) for each in model.modules()]
-
-    def program():
-        once, twice = (copy.deepcopy(built) for _ in range(2))
-        wb.parallelize(twice[0], "*: model | bf16")
-        assert num_hooks(wb.parallelize(once, "*: data")) == num_hooks(wb.parallelize(twice, "*: data"))
-
-    run_ranks(program, 2)
 
 
 def test_weights_that_differ_between_ranks_are_named():

@@ -63,16 +63,17 @@ def states_of(optimizers: Sequence[Optimizer], module: nn.Module, world: World) 
     return states
 
 
-def _specs_of_last_step(optimizer: Optimizer) -> dict[torch.Tensor, Spec]:
+def _specs_of_last_step(optimizer: Optimizer) -> dict[GlobalTensor, Spec]:
     """How state lies since the last step, by parameter: a change of strategy without the optimizer did not move it.
     Nothing where no step was made, or state was loaded since.
     """
     swap = vars(optimizer).get("_workbench_swap")
-    is_known = swap is not None and optimizer.state is swap.state
-    return dict(zip(swap.parameters, swap.specs, strict=True)) if is_known else {}
+    if swap is None or optimizer.state is not swap.state:
+        return {}
+    return dict(zip(swap.parameters, swap.specs, strict=True))
 
 
-def _check_others(optimizer: Optimizer, module: nn.Module, stepped: dict[torch.Tensor, Spec]) -> None:
+def _check_others(optimizer: Optimizer, module: nn.Module, stepped: dict[GlobalTensor, Spec]) -> None:
     """Refuse state of other modules' parameters that have other layouts now: the optimizer is about to forget theirs.
 
     Raises:
@@ -95,7 +96,7 @@ class OptimizerState:
     """
 
     def __init__(
-        self, optimizer: Optimizer, module: nn.Module, world: World, stepped: dict[torch.Tensor, Spec], moves: bool
+        self, optimizer: Optimizer, module: nn.Module, world: World, stepped: dict[GlobalTensor, Spec], moves: bool
     ) -> None:
         self.optimizer, self.world, self.moves = optimizer, world, moves
         own = list(module.parameters())
@@ -176,7 +177,7 @@ class OptimizerState:
             state[key] = value if is_global else plain(value)
 
 
-def _spec_of_state(parameter: GlobalTensor, stepped: dict[torch.Tensor, Spec]) -> Spec:
+def _spec_of_state(parameter: GlobalTensor, stepped: dict[GlobalTensor, Spec]) -> Spec:
     spec = state_spec(parameter)
     return spec_of(spec.world, stepped[parameter].layout, spec.shape) if parameter in stepped else spec
 
