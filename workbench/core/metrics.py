@@ -281,12 +281,12 @@ class Segment(JsonRecord):
 class RunRecord(JsonRecord):
     """One finished run of one strategy, over all ranks. A failed run has its reason in ``error``, and empty figures.
 
-    ``samples_per_s`` is the batch size over the median step time without warm-up steps. ``speedup`` is over one engine.
-    ``peak_memory_bytes`` and ``memory_by_kind`` have one entry per rank. ``loss_difference`` and ``weight_difference``
-    are the largest ``difference`` to one device: of losses in the first steps, and of weights after two of them.
-    ``equal`` says whether that is rounding; ``verdict`` has the evidence.
+    ``samples_per_s`` is the median of the steps' samples over the median step time, without warm-up steps. ``speedup``
+    is over one engine. ``peak_memory_bytes`` and ``memory_by_kind`` have one entry per rank. ``loss_difference`` and
+    ``weight_difference`` are the largest ``difference`` to one device: of losses in the first steps, and of weights
+    after two of them. ``equal`` says whether that is rounding; ``verdict`` has the evidence.
 
-    ``bubble`` is the part of the ranks' time without work, 0 to 1, in the last step whose actions were recorded.
+    ``bubble`` is the part of the ranks' time without work, 0 to 1, in the last step that all ranks recorded.
     ``layer_forward_s`` and ``layer_backward_s`` are the seconds that a layer computes in a step, on the slowest of its
     ranks, under the last strategy. ``changes`` has (step, strategy) for every change during the run, and ``segments``
     the figures of each strategy (``core.segments.by_strategy``). Other figures are of the whole run; ``strategy`` and

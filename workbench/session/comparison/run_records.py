@@ -38,7 +38,8 @@ def measured_record(
         reference: the one-device run that the speed-up refers to; None for no speed-up.
     """
     slowest = [max(times) for times in zip(*(report.step_times_s for report in reports), strict=False)]
-    rate = samples_per_s(slowest, batch_size)
+    samples = reports[0].samples[: len(slowest)]
+    rate = samples_per_s(slowest, samples, batch_size)
     return RunRecord(
         name,
         text,
@@ -55,7 +56,7 @@ def measured_record(
         layer_backward_s=_slowest([report.layer_backward_s for report in reports]),
         settings=dict(settings),
         started=now_text(),
-        samples=tuple(reports[0].samples[: len(slowest)]),
+        samples=tuple(samples),
     )
 
 
@@ -73,7 +74,9 @@ def segments_of(
             start,
             strategy.name,
             text,
-            samples_per_s(run.step_times_s[start:stop], planned.batch_size) if stop > start else 0.0,
+            samples_per_s(run.step_times_s[start:stop], run.samples[start:stop], planned.batch_size)
+            if stop > start
+            else 0.0,
             tuple(rank.memory_bytes["peak"] for rank in ranks),
             tuple(_without_peak(rank.memory_bytes) for rank in ranks),
             sum(rank.boxed_bytes for rank in ranks),
@@ -83,20 +86,25 @@ def segments_of(
     )
 
 
-def samples_per_s(times_s: Sequence[float], batch_size: int) -> float:
-    """The rate of the median step after warm-up."""
-    return batch_size / statistics.median(_warm(times_s) or list(times_s))
+def samples_per_s(times_s: Sequence[float], samples: Sequence[int], batch_size: int) -> float:
+    """The rate of the median step after warm-up: of its ``samples``, fewer than ``batch_size`` at an epoch's end."""
+    return statistics.median(_warm(samples or [batch_size])) / statistics.median(_warm(times_s))
 
 
-def _warm(times_s: Sequence[float]) -> list[float]:
-    return list(times_s)[WARM_UP_STEPS + 1 :]
+def _has_warm(steps: Sequence[float]) -> bool:
+    return len(steps) > WARM_UP_STEPS + 1
+
+
+def _warm(steps: Sequence[float]) -> Sequence[float]:
+    """Those after warm-up; all where there are no others."""
+    return steps[WARM_UP_STEPS + 1 :] if _has_warm(steps) else steps
 
 
 def _speedup(rate: float, times_s: Sequence[float], reference: RankResult | None, batch_size: int) -> float | None:
     """Over the one-device run; None without one, and where only one of the two has steps after warm-up."""
-    if reference is None or bool(_warm(times_s)) != bool(_warm(reference.step_times_s)):
+    if reference is None or _has_warm(times_s) != _has_warm(reference.step_times_s):
         return None
-    return rate / samples_per_s(reference.step_times_s, batch_size)
+    return rate / samples_per_s(reference.step_times_s, reference.samples, batch_size)
 
 
 def now_text() -> str:

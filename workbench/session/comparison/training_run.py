@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from typing import Protocol
 
 from workbench.core.metrics import RunEvent, RunRecord, StepBlock, StepSpans, bubble
@@ -54,11 +55,11 @@ class TrainingRun:
         self.comparison, self.planned, self.strategy, self.call = comparison, planned, strategy, call
         self._file, self._log = file, log
         self._values: dict[str, list[tuple[int, float]]] = {}
-        self._spans: dict[int, StepSpans] = {}
+        self._spans: dict[int, dict[int, StepSpans]] = {}  # by step and rank, of steps that some ranks have reported
+        self._bubbles: dict[int, float | None] = {}  # by step
         self._record: RunRecord | None = None
         self._interrupted = threading.Event()
         self.announced: dict[str, AnnouncedStrategy] = {}
-        self._bubbles: list[float | None] = []  # of the run's earlier strategies
         self._parts: dict[int, RankPart] = {}  # of a profile, by rank
 
     @property
@@ -80,10 +81,10 @@ class TrainingRun:
         self._log.add(found)
         for message in found:
             if isinstance(message, StepSpans):
-                self._spans[message.rank] = message
-            elif isinstance(message, RunEvent) and message.kind == "strategy":
-                self._bubbles.append(bubble(list(self._spans.values())))
-                self._spans.clear()
+                ranks = self._spans.setdefault(message.step, {})
+                ranks[message.rank] = message
+                if len(ranks) == self.planned.num_ranks:
+                    self._bubbles[message.step] = bubble(list(self._spans.pop(message.step).values()))
             elif isinstance(message, RunEvent) and message.kind == "paused":
                 self.call.describe(f"training run {self.name!r}, which is paused")
             elif isinstance(message, StepBlock):
@@ -164,7 +165,11 @@ class TrainingRun:
         """The record of the ranks' reports, with what the notebook has measured."""
         observer = RunObserver(lambda block: None, self._interrupted.is_set, self._interrupted.is_set)
         record = self.comparison.record(self, reports, observer)
-        waited = [*self._bubbles, bubble(list(self._spans.values()))]
+        starts = [0, *(segment.first_step for segment in record.segments[1:]), math.inf]
+        waited = [
+            next((share for step, share in reversed(self._bubbles.items()) if start <= step < stop), None)
+            for start, stop in pairwise(starts)
+        ]
         parts = zip(record.segments, waited, strict=False)
         segments = tuple(replace(segment, bubble=share) for segment, share in parts)
         values = {name: tuple(pairs) for name, pairs in self._values.items()}
