@@ -15,7 +15,7 @@ import workbench as wb
 from tests.session.simulated_session import SimulatedSession
 from tests.training.strategies.mixtures import Mixture, batch_of
 from workbench.core.metrics import RunRecord
-from workbench.errors import RunError
+from workbench.errors import RunError, SessionError
 from workbench.session.comparison.comparison import Comparison
 from workbench.session.comparison.subject import Subject
 from workbench.session.on_engine import shell
@@ -389,6 +389,35 @@ def test_a_rule_that_is_wrong_is_found():
 
     run = judged(Centred, features(), F.cross_entropy)
     assert run.equal is False and "differs by" in run.verdict.text
+
+
+BACKBONE, VECTORS = nn.Linear(8, 16), torch.ones(5, 3)
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def with_own_generator() -> nn.Module:
+    model = nn.Linear(8, 4)
+    nn.init.normal_(model.weight, generator=GENERATOR)
+    return model
+
+
+ALIKE = {
+    "a layer of all models": (lambda: nn.Sequential(BACKBONE, nn.Linear(16, 4)), features(), "'0.weight' first"),
+    "its own generator": (with_own_generator, features(), "1 of 2 trained parameters"),
+    "a tensor of all models": (
+        lambda: nn.Sequential(nn.Embedding.from_pretrained(VECTORS, freeze=False), nn.Flatten(), nn.Linear(6, 4)),
+        (torch.ones(32, 2, dtype=torch.long), features()[1]),
+        "1 of 3 trained parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_models_that_do_not_begin_with_the_same_weights_are_an_error(name: str):
+    """One engine had no equal run, and two were asked to seed the ranks."""
+    model_fn, data, words = ALIKE[name]
+    with pytest.raises((RunError, SessionError), match=words):
+        judged(model_fn, data, F.cross_entropy, session=SimulatedSession(1))
 
 
 def test_mistakes_in_the_numbers_of_steps_are_told():

@@ -179,7 +179,8 @@ def compare(
     device.
 
     Args:
-        model_fn: makes the model, ``() -> nn.Module``. Every engine calls it after seeding.
+        model_fn: makes the model, ``() -> nn.Module``. Every engine calls it after seeding, anew for each run: the
+            models begin with the same weights, and share none that they train.
         dataset: all samples in tensors or arrays: a tuple or dict of them, nested or not; or a Dataset whose items are
             tuples or dicts of these. A dict gives keyword arguments to the model, a tuple positional ones.
         loss_fn: (output, targets) -> scalar, a mean over the samples. The targets are a tuple's last entry, or a dict's

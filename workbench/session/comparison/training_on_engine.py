@@ -60,6 +60,7 @@ def keep_job(key: str, job: Job) -> Prepared:
     """Keep a job under a key, so that its data set is sent once, and run one small step of it."""
     for oldest in list(_jobs)[: 1 - _MOST_JOBS]:
         forget_job(oldest)
+    job = replace(job, begun={})  # the notebook's processor may draw other weights
     with _undone(job):
         problem = warm_up(job)
         _jobs[key] = replace(job, flops_per_sample=flops_per_sample(job))

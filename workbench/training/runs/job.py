@@ -25,6 +25,7 @@ from workbench.training.datasets import (
 )
 from workbench.training.runs.job_checks import (  # fmt: skip
     check_batch_size,
+    check_first_weights,
     check_functions,
     check_model,
     check_numbers,
@@ -56,8 +57,9 @@ class Job:
         perturbed: a strategy's precision. The first weights change by up to one rounding unit of the precision in which
             the model then computes.
         measures_memory: False for a run of which only losses and weights are needed. Its memory figures are rough.
-        draws: whether the model is known to draw random numbers in its first step.
+        draws: whether model, loss or optimizer are known to draw random numbers.
         flops_per_sample: operations of a step, for their share of the devices' peak; 0 if they were not counted.
+        begun: by seed and name, checksums of the weights that ``model`` has made first.
 
     Raises:
         RunError: a model instead of a function that makes one, a number below 1, a data set without positions, or a
@@ -80,6 +82,7 @@ class Job:
     measures_memory: bool = True
     draws: bool = False
     flops_per_sample: float = 0.0
+    begun: dict[int, dict[str, str]] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         names = ("model_fn", "loss_fn", "optimizer_fn", "collate_fn", "count")
@@ -96,11 +99,12 @@ class Job:
         """A new model with the job's weights.
 
         Raises:
-            RunError: ``model_fn`` returns no model.
+            RunError: ``model_fn`` returns no model, or one with other weights than before.
         """
         with all_seeded(self.seed):
             model = self.model_fn()
         check_model(model)
+        check_first_weights(model, self.begun, self.seed)
         model = model.to(self.dtype) if self.dtype is not None else model
         if self.perturbed is not None:
             perturb(model, TOLERANCES[precision_of(model, self.perturbed)])
@@ -151,7 +155,7 @@ class RankResult:
     that was to compile its step did not; else it is empty.
 
     ``weights`` is the model's logical state after ``WEIGHT_STEPS`` steps (or the last), if it was asked for. ``course``
-    is that of a one-device run, and ``draws`` says whether its model drew random numbers. Weights are not sent to the
+    is that of a one-device run, and ``draws`` says whether random numbers were drawn. Weights are not sent to the
     notebook: a result for it has in their place ``weight_difference`` and the differences of ``tensors`` from one
     device after these steps, if this rank knows them. ``precision`` is the coarsest one in which the model computes.
     """

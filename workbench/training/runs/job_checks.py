@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from workbench.errors import RunError, WorkbenchError
+from workbench.tensors.agreement import fingerprint
 from workbench.training.batches import check_loss_fn
 
 
@@ -83,6 +84,25 @@ def check_model(model: Any) -> None:
             f"model_fn() returned a {type(model).__name__} with {len(empty)} of {len(tensors)} tensors on meta, "
             f"{empty[0]} first. All runs and one device start from the same weights, which have values: make the model "
             "outside of torch.device('meta')."
+        )
+
+
+def check_first_weights(model: nn.Module, begun: dict[int, dict[str, str]], seed: int) -> None:
+    """Check that a model has the weights of the first one with its seed, by checksums of some of their elements.
+
+    Raises:
+        RunError: it has others.
+    """
+    own = {name: fingerprint([weight]) for name, weight in model.named_parameters() if weight.requires_grad}
+    first = begun.setdefault(seed, own)
+    others = [name for name in {**first, **own} if first.get(name) != own.get(name)]
+    if others:
+        raise RunError(
+            f"model_fn() returned a {type(model).__name__} of which {len(others)} of {len(own)} trained parameters are "
+            f"not as in an earlier call with seed {seed}, {others[0]!r} first. All runs and one device start from the "
+            "same weights, and each trains its own: make all layers and weights in model_fn, or copy them there "
+            "(copy.deepcopy). Draw weights without a generator of your own: torch, numpy and Python are seeded before "
+            "each call."
         )
 
 
