@@ -174,6 +174,76 @@ def test_dropout_without_a_module_is_noticed():
     assert judged(Drops, features(), F.cross_entropy).equal
 
 
+@pytest.mark.parametrize("begins_at", [0, 3])
+def test_dropout_that_begins_in_a_later_step_is_equal(begins_at: int):
+    """One device went on in plain torch, which draws other numbers."""
+
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.step = nn.Linear(8, 4), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.step += not x.is_meta
+            return F.dropout(self.fc(x), 0.3, self.step > begins_at)
+
+    assert judged(Drops, features(), F.cross_entropy).equal
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise to the weights."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(torch.randn_like(parameter), alpha=1e-2)
+
+
+def test_an_optimizer_that_draws_random_numbers_is_equal():
+    assert judged(mlp, features(), F.cross_entropy, optimizer_fn=lambda parameters: Noisy(parameters, lr=0.1)).equal
+
+
+class GrowingLoss:
+    """Its weight grows with its calls."""
+
+    calls = 0
+
+    def __call__(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return F.cross_entropy(output, targets) * self.calls
+
+
+def test_a_loss_that_keeps_a_state_beside_dropout_is_equal():
+    """The step in which one device finds out that the model draws counted, too."""
+    model_fn, session = lambda: nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.3)), SimulatedSession(1)
+    assert judged(model_fn, features(), GrowingLoss(), session=session).equal
+
+
+class Signs(torch.optim.SGD):
+    """Takes the sign of gradients, of which some are nothing but rounding. ``factor``: of its rate, where spread."""
+
+    def __init__(self, parameters: Any, factor: float = 1.0) -> None:
+        parameters = list(parameters)
+        super().__init__(parameters, lr=1e-3 * (factor if is_spread(parameters[0]) else 1.0))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = parameter.grad.sign()
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "factor"), [("*: data", 1.0), ("*: data", 1.01), pytest.param("*: data | bf16", 1.0, marks=SLOW)]
+)
+def test_signs_of_gradients_that_are_zero_are_equal_and_another_rate_is_found(strategy: str, factor: float):
+    """A bias before batch norm has a gradient of zero, and its sign is that of rounding in float64, too."""
+    model_fn = lambda: nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 4))  # noqa: E731
+    run = judged(model_fn, features(), F.cross_entropy, strategy, lambda parameters: Signs(parameters, factor))
+    assert run.equal is (factor == 1.0), run.verdict
+
+
 def test_in_float64_a_right_run_is_equal_and_one_that_is_off_by_1e_6_is_not():
     def double() -> nn.Module:
         return mlp().double()

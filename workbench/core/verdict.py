@@ -9,7 +9,8 @@ of them. Evidence is collected in the order of its cost, until the question is d
    is wrong by one per cent, or a tensor whose change is wrong by ten: equal.
 3. **A finer precision.** A difference that is rounding shrinks with the rounding unit (2**29 between 32 and 64 bits);
    that of a mistake stays. A run in bf16, fp16 or fp8 is equal where the same strategy in fp32 was. Otherwise one
-   device and the strategy train the first steps in float64.
+   device and the strategy train the first steps in float64. Tensors that rounding changes as much there are left out:
+   an optimizer that takes the sign of a gradient takes that of its rounding where the gradient is zero.
 
 Where a model cannot run in float64, noise decides.
 """
@@ -108,6 +109,11 @@ class Distance(JsonRecord):
     def first_step_beyond(self, tolerance: Tolerance) -> int | None:
         """The first step whose loss is beyond the tolerance."""
         return next((step for step, apart in enumerate(self.losses) if not apart <= tolerance.loss), None)
+
+    def beyond(self, noise: Distance) -> Distance:
+        """Without the tensors whose difference this noise explains."""
+        own = {tensor.name: _NOISE_FACTOR * tensor.apart for tensor in noise.tensors if math.isfinite(tensor.apart)}
+        return replace(self, tensors=tuple(each for each in self.tensors if not each.apart <= own.get(each.name, 0.0)))
 
     def typical(self) -> float:
         """The difference of a tensor's change from one device's, over the change. The median of all tensors."""

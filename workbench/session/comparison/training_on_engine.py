@@ -29,13 +29,14 @@ class OneDevice:
 
     Attributes:
         seed: of the weights and the order of the samples.
-        variant: ``"plain"``; ``"perturbed"``, with its first weights changed by a rounding unit; or ``"float64"``.
+        variant: ``"plain"``; ``"perturbed"``, with its first weights changed by a rounding unit; ``"float64"``, or
+            ``"perturbed float64"``.
         weight_steps: steps after which weights are compared: 1 for runs of one step.
     """
 
     num_micro_batches: int = 1
     precision: str = "fp32"
-    variant: Literal["plain", "perturbed", "float64"] = "plain"
+    variant: Literal["plain", "perturbed", "float64", "perturbed float64"] = "plain"
     seed: int = 0
     weight_steps: int = WEIGHT_STEPS
 
@@ -90,18 +91,17 @@ def train_one_device(key: str, which: OneDevice, num_steps: int) -> RankResult:
     """Train a job on one device and publish the steps. The engine keeps the weights for later comparisons, unless the
     run was stopped before the steps that are compared.
 
-    The report of a perturbed run has its distance from the plain one.
+    The report of a perturbed run has its distance from the one that is not.
     """
     job = _variant(key, which, num_steps)
-    with _mode(job):
-        result = run_one_device(
-            job, which.num_micro_batches, engine_shell.publish, engine_shell.commands, which.precision
-        )
+    listener = engine_shell.publish, engine_shell.commands
+    result = run_one_device(job, which.num_micro_batches, *listener, which.precision, lambda: _mode(job))
     if result.draws:
         _jobs[key] = replace(_jobs[key], draws=True)
-    history, plain = result.course, replace(which, variant="plain")
-    if which.variant == "perturbed":
-        return _to_send(result, history, _histories.get((key, plain)))
+    history = result.course
+    if which.variant.startswith("perturbed"):
+        truth = replace(which, variant="plain" if which.variant == "perturbed" else "float64")
+        return _to_send(result, history, _histories.get((key, truth)))
     if history is not None and history.end:
         _histories[key, which] = history
     return _to_send(result, history, None)
@@ -138,9 +138,8 @@ def find_first_difference(key: str, strategy: str, seed: int) -> str:
 def _variant(key: str, which: OneDevice, num_steps: int) -> Job:
     """The job of a run. Runs other than plain ones serve verdicts only, so they record losses and weights."""
     job = replace(_jobs[key], num_steps=num_steps, measures_memory=which.variant == "plain", seed=which.seed)
-    if which.variant == "perturbed":
-        return replace(job, perturbed=which.precision)
-    return replace(job, dtype=torch.float64) if which.variant == "float64" else job
+    job = replace(job, perturbed=which.precision) if which.variant.startswith("perturbed") else job
+    return replace(job, dtype=torch.float64) if which.variant.endswith("float64") else job
 
 
 @contextmanager

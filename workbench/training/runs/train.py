@@ -27,6 +27,7 @@ from workbench.training.batches import call, loss_of
 from workbench.training.diagnostics.device_use import DeviceMeter
 from workbench.training.diagnostics.memory import PeakMeter, model_memory
 from workbench.training.mean_losses import unlike_a_mean
+from workbench.training.pipelining.step import Around
 from workbench.training.precision import compute_in
 from workbench.training.profiling.rank_profiler import is_simulated
 from workbench.training.runs.job import Job, RankResult, checked_step, seed_draws
@@ -47,17 +48,33 @@ def run_one_device(
     listen: Listener | None = None,
     commands: Callable[[], list[RunCommand]] = list,
     precision: str = "fp32",
+    around: Around = nullcontext,
 ) -> RankResult:
     """The run on this rank's device in plain torch, with the same micro-batches in the same order.
 
-    A model that draws random numbers in its first step runs in a world of one rank instead, because plain torch draws
-    other numbers. ``listen`` gets a ``StepBlock`` about three times a second, and layers are timed if it is given.
-    ``commands`` returns the commands so far. The run follows a stop, after the step in which it arrives. ``precision``
-    is that of a strategy: the precision of the model's forward.
+    Where model, loss or optimizer draw random numbers, all of it runs once more in a world of one rank, because plain
+    torch draws other numbers. ``listen`` gets a ``StepBlock`` about three times a second, and layers are timed if it is
+    given. ``commands`` returns the commands so far. The run follows a stop, after the step in which it arrives.
+    ``precision`` is that of a strategy: the precision of the model's forward. ``around`` is entered around each of the
+    two tries.
     """
-    if job.draws:
-        course = WeightHistory.begin(job.model(), precision, checked_step(job) + 1)
-        return _run_on_one_rank(job, num_micro_batches, listen, commands, precision, course)
+    if not job.draws:
+        with around():
+            result = _run_in_plain_torch(job, num_micro_batches, listen, commands, precision)
+        if result is not None:
+            return result
+    with around():
+        return _run_on_one_rank(job, num_micro_batches, listen, commands, precision)
+
+
+def _run_in_plain_torch(
+    job: Job,
+    num_micro_batches: int,
+    listen: Listener | None,
+    commands: Callable[[], list[RunCommand]],
+    precision: str,
+) -> RankResult | None:
+    """The run without global tensors; None where random numbers are drawn."""
     world = current()
     device = world.device
     peak = PeakMeter(device, collects_garbage=job.measures_memory and not is_simulated(world))
@@ -75,18 +92,18 @@ def run_one_device(
         optimizer.zero_grad()
         terms: list[torch.Tensor] = []
         measured = layers.measure() if listen is not None and is_measured(step) else nullcontext()
-        with measured, default_generator.watched(device) if step == 0 else nullcontext(bool) as has_drawn:
-            for part in batch.on_device(device).cut(num_micro_batches, job.count):
-                loss = part.term_of(part.loss(model, job.loss_fn))
-                if part.share:
-                    loss.backward()
-                terms.append(loss.detach())
-            draws = has_drawn()
-        if draws:
-            return _run_on_one_rank(job, num_micro_batches, listen, commands, precision, course)
-        with world.context.temporarily(profiler=None):  # a profile is of what all ranks do
-            optimizer.step()
-        unread.append((terms, started, now()))
+        with default_generator.watched(device) as has_drawn:
+            with measured:
+                for part in batch.on_device(device).cut(num_micro_batches, job.count):
+                    loss = part.term_of(part.loss(model, job.loss_fn))
+                    if part.share:
+                        loss.backward()
+                    terms.append(loss.detach())
+            with world.context.temporarily(profiler=None):  # a profile is of what all ranks do
+                optimizer.step()
+            unread.append((terms, started, now()))
+            if has_drawn():
+                return None
         samples.append(batch.num_samples)
         is_last = step == job.num_steps - 1 or any(command.kind == "stop" for command in commands())
         if is_last or time.perf_counter() - reported_s >= INTERVAL_S:
@@ -123,10 +140,10 @@ def _run_on_one_rank(
     listen: Listener | None,
     commands: Callable[[], list[RunCommand]],
     precision: str,
-    course: WeightHistory,
 ) -> RankResult:
     """The run in a world of one rank. Its random numbers depend on positions, as under every strategy."""
     here = current()
+    course = WeightHistory.begin(job.model(), precision, checked_step(job) + 1)
     strategy = Strategy("*: data").with_options(num_micro_batches=num_micro_batches, precision=precision)
     alone = _worlds_of_one.pop(here, None) or world_of_one(here.device)
     with Simulated(alone):
