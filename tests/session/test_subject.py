@@ -50,6 +50,20 @@ def test_the_optimizer_is_described_in_a_few_lines(optimizer_fn: Any, text: str)
     assert subject.settings()["optimizer"] == text
 
 
+def test_losses_with_other_options_are_other_losses() -> None:
+    """Runs with and without label smoothing were runs of one training, and with two seeds one row of means."""
+    smoothed = partial(nn.functional.cross_entropy, label_smoothing=0.1), nn.CrossEntropyLoss(label_smoothing=0.1)
+    data = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
+    losses = [*smoothed, nn.CrossEntropyLoss(), nn.functional.cross_entropy]
+    subjects = [Subject.of(lambda: nn.Linear(3, 2), data, loss, batch_size=2, steps=1) for loss in losses]
+    assert [subject.settings()["loss"] for subject in subjects] == [
+        "cross_entropy(label_smoothing=0.1)",
+        "CrossEntropyLoss(reduction='mean', ignore_index=-100, label_smoothing=0.1)",
+        "CrossEntropyLoss(reduction='mean', ignore_index=-100, label_smoothing=0.0)",
+        "cross_entropy",
+    ]
+
+
 def scattered() -> nn.Module:
     """Its weights are drawn by torch, numpy and Python."""
     model = nn.Linear(3, 2)
@@ -81,7 +95,11 @@ def test_the_data_and_the_loss_are_described() -> None:
     loss = partial(nn.functional.mse_loss, reduction="mean")
     subject = Subject.of(lambda: nn.Sequential(nn.Flatten(), nn.Linear(24, 2)), data, loss, batch_size=2, steps=1)
     settings = subject.settings()
-    assert (settings["loss"], settings["sample_shape"], settings["num_samples"]) == ("mse_loss", "3x8", 6)
+    assert (settings["loss"], settings["sample_shape"], settings["num_samples"]) == (
+        "mse_loss(reduction='mean')",
+        "3x8",
+        6,
+    )
     assert json.loads(json.dumps(settings)) == settings, "records from files are like those of today"
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from workbench.core.presets import StrategyLike, strategy_of
@@ -17,6 +18,7 @@ from workbench.core.rows import Layer, count_parameters
 from workbench.core.strategy import Strategy
 from workbench.tensors.agreement import fingerprint
 from workbench.tensors.program_state import all_seeded, undrawn
+from workbench.tensors.reached_objects import OF_TORCH, PLAIN_VALUES
 from workbench.training.datasets import num_samples_of
 from workbench.training.runs.job import Job
 from workbench.training.traced_calls import describe_with_calls
@@ -74,7 +76,7 @@ class Subject:
             "batch_size": job.batch_size,
             "steps": job.num_steps,
             "optimizer": _optimizer_text(job.optimizer_fn),
-            "loss": function_name(job.loss_fn) or "the model's own",
+            "loss": _loss_text(job.loss_fn),
             "sample_shape": "x".join(map(str, self.sample_shape)) or "scalar",
             "num_samples": num_samples_of(job.dataset),
             "first_samples": self.first_samples,
@@ -97,6 +99,15 @@ def function_name(function: Any) -> str:
     while isinstance(function, partial):
         function = function.func
     return "" if function is None else getattr(function, "__name__", type(function).__name__)
+
+
+def _loss_text(loss_fn: Any) -> str:
+    """The name of the loss, with the options of a partial or of a module: others make another loss."""
+    own = loss_fn.keywords if isinstance(loss_fn, partial) else vars(loss_fn) if isinstance(loss_fn, nn.Module) else {}
+    options = ((name, value) for name, value in own.items() if name not in OF_TORCH and type(value) in PLAIN_VALUES)
+    texts = ", ".join(f"{name}={value!r}" for name, value in options)
+    name = function_name(loss_fn) or "the model's own"
+    return f"{name}({texts})" if texts else name
 
 
 def _optimizer_text(optimizer_fn: Any) -> str:
