@@ -34,6 +34,14 @@ def test_within_the_tolerance_nothing_more_is_asked():
     assert verdict.differences == (0.0, 1e-7, 9e-6)
 
 
+@pytest.mark.parametrize(("changes", "note"), [((0.0, 1e-8), "no update"), ((0.0, 1e-3), ""), ((), "")])
+def test_a_tick_says_where_there_were_no_updates_to_compare(changes: tuple[float, ...], note: str):
+    """As with a learning rate that begins at 0: any other one was equal."""
+    verdict = decided(case(0.0, tensors=tuple(tensor(apart=0.0, change=change) for change in changes)))
+    assert verdict.equal and verdict.note == note
+    assert ("no weight changed by more than its rounding" in verdict.text) is bool(note)
+
+
 def test_rounding_that_grows_is_explained_by_the_noise_of_one_device():
     grown = case(1e-7, 1e-6, 1e-4, 2e-1)
     assert grown.missing() == "noise" and grown.num_steps("noise") == 5

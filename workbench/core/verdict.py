@@ -159,7 +159,8 @@ class Verdict(JsonRecord):
         float64: the largest difference of a loss in float64, likewise.
         text: a sentence: what differs, by how much, and what rounding explains.
         grown: whether rounding has grown beyond the tolerance.
-        note: what the mark alone would hide, in a few words: ``"then nan"``, ``"5 steps"`` (``core.not_finite``).
+        note: what the mark alone would hide, in a few words: ``"no update"`` where no weight changed until weights were
+            compared, as in a warm-up of the learning rate from 0; others in ``core.not_finite``.
         num_steps: the number of first steps that were to be compared. A change to a strategy that another one-device
             run belongs to ends them.
         tolerance: the difference of a loss that counts as equal without further evidence, in the run's precision.
@@ -331,7 +332,7 @@ class Case:
         exact = max(self.exact.losses, default=None) if self.exact is not None else None
         largest = max(losses, default=None)
         first = losses[0] if losses else None
-        return Verdict(
+        verdict = Verdict(
             equal,
             by,
             first,
@@ -344,6 +345,11 @@ class Case:
             tolerance=self.tolerance.loss,
             differences=losses,
         )
+        weights = [tensor for tensor in self.found.tensors if tensor.is_parameter]
+        if not (equal and weights) or any(weight.change > weight.rounding for weight in weights):
+            return verdict
+        text = f"no weight changed by more than its rounding in {WEIGHT_STEPS} steps, so updates were not compared"
+        return verdict.with_note("no update", text)
 
     def _text(self, equal: bool, by: str, reason: str) -> str:
         if by == "tolerance":
