@@ -88,11 +88,11 @@ def _run_in_plain_torch(
     unread: list[tuple[list[torch.Tensor], Time, Time]] = []  # of each step: its losses, start, stop
     now, reported, reported_s = world.traffic.now, 0, time.perf_counter()
     for step, batch in enumerate(job.batches()):
-        started = now()
-        optimizer.zero_grad()
         terms: list[torch.Tensor] = []
         measured = layers.measure() if listen is not None and is_measured(step) else nullcontext()
         with default_generator.watched(device) as has_drawn:
+            started = now()
+            optimizer.zero_grad()
             with measured:
                 for part in batch.on_device(device).cut(num_micro_batches, job.count):
                     loss = part.term_of(part.loss(model, job.loss_fn))
