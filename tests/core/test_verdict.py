@@ -48,6 +48,7 @@ def test_rounding_that_grows_is_explained_by_the_noise_of_one_device():
     noisy = replace(grown, noise=Distance((0.0, 2e-6, 3e-5, 1e-3, 1e-2), (tensor(apart=1e-6),)))
     verdict = decided(noisy)
     assert verdict.equal and verdict.by == "noise" and verdict.noise == 1e-2 and verdict.largest == 2e-1
+    assert verdict.text.endswith("; losses after step 3 follow from it and say no more")
 
 
 def test_where_weights_have_decided_the_text_has_their_numbers():

@@ -367,7 +367,9 @@ class Case:
                 f"; its weights differ by {_farthest(self.found):.0e}, one device's own by {_farthest(self.noise):.0e} "
                 "when its rounding is perturbed"
             )
-        return f"rounding: the loss differs by {_first(self.found.losses):.0e} at first{grown}{own}{exact}"
+        stop = self._compared_steps().stop
+        rest = f"; losses after step {stop} follow from it and say no more" if stop < len(self.found.losses) else ""
+        return f"rounding: the loss differs by {_first(self.found.losses):.0e} at first{grown}{own}{exact}{rest}"
 
 
 _Limit = Callable[[int | TensorChange | None], float]
