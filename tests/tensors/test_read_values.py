@@ -191,6 +191,16 @@ def test_explicit_mode_says_what_moves(how):
         assert 'to_global(placement=wb.placement("cpu", ranks=[0, 1]), sbp="B")' in message and "send" in message
 
 
+@pytest.mark.parametrize("how", ["item", "full_tensor", "print"])
+def test_explicit_mode_reads_a_grid_of_all_ranks(how):
+    def program():
+        grid = wb.placement("cpu", ranks=[[0, 1], [2, 3]])
+        with wb.debug.explicit_boxing():
+            return READINGS[how](wb.ones(4, 4, placement=grid, sbp="S(0), S(1)").sum())
+
+    assert run_ranks(program, 4) == [16.0] * 4
+
+
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_does_not_read_is_found(absent):
     """It sends to nobody, or waits for nobody: an error at once, as for every exchange."""

@@ -62,7 +62,7 @@ class Spec:
     def is_whole_everywhere(self) -> bool:
         """Whether every rank of the world holds the whole tensor."""
         size = self.world.world_size
-        return size == 1 or (self.layout.is_broadcast and len(self.layout.placement.ranks) == size)
+        return size == 1 or (self.layout.is_broadcast and self.layout.placement.num_ranks == size)
 
     @property
     def dual(self) -> Spec:

@@ -249,6 +249,16 @@ def test_a_function_that_changes_the_program_warns_of_ranks_that_do_not_run_it()
         run_ranks(program, 2)
 
 
+@GATHERS
+def test_a_function_that_changes_the_program_runs_on_a_grid_of_all_ranks():
+    def program():
+        x = wb.ones(4, placement=wb.placement("cpu", ranks=[[0, 1]]), sbp="B, S(0)")
+        return KeepsRange(False)(x).tolist()
+
+    function_warnings.clear()
+    assert run_ranks(program, 2) == [[1.0] * 4] * 2
+
+
 def test_a_module_among_the_arguments_is_refused_with_a_way_out():
     def program():
         module = wb.parallelize(nn.Linear(4, 4), "*: data")

@@ -54,14 +54,15 @@ def test_parts_of_state_know_whose_they_are(strategy, tmp_path):
     torch.testing.assert_close(run_ranks(body, 2)[1], weights_of(models[3]), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("strategy", ["*: model", "*: data | zero=3", "pipeline"])
+@pytest.mark.parametrize("strategy", ["*: model", "*: data | zero=3", "pipeline", "*: model | 1x2x2"])
 def test_a_full_state_dict_of_torch_is_whole(strategy):
-    models = [make("mlp").double() for _ in range(3)]
-    optimizer = torch.optim.Adam(models[2].parameters(), lr=0.02)
-    step(models[2], optimizer)
+    num_ranks = 4 if "1x2x2" in strategy else 2
+    *models, plain = (make("mlp").double() for _ in range(num_ranks + 1))
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.02)
+    step(plain, optimizer)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    expected = copy.deepcopy(get_state_dict(models[2], optimizer, options=options))
-    step(models[2], optimizer)
+    expected = copy.deepcopy(get_state_dict(plain, optimizer, options=options))
+    step(plain, optimizer)
 
     def body(rank):
         model = wb.parallelize(models[rank], strategy)
@@ -80,6 +81,6 @@ def test_a_full_state_dict_of_torch_is_whole(strategy):
         step(model, optimizer)
         return weights_of(model)
 
-    found = run_ranks(body, 2)[1]
+    found = run_ranks(body, num_ranks)[1]
     if strategy != "pipeline":
-        torch.testing.assert_close(found, weights_of(models[2]), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found, weights_of(plain), rtol=1e-9, atol=1e-9)

@@ -28,14 +28,19 @@ def received(monkeypatch):
     user_loops.listen(None)
 
 
-def train(step: Callable[[nn.Module, optim.Optimizer], object], strategy: str = "*: data", num_steps: int = 3) -> None:
+def train(
+    step: Callable[[nn.Module, optim.Optimizer], object],
+    strategy: str = "*: data",
+    num_steps: int = 3,
+    num_ranks: int = 2,
+) -> None:
     def program():
         model = wb.parallelize(copy.deepcopy(PLAIN), strategy)
         optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for _ in range(num_steps):
             wb.log(loss=step(model, optimizer), samples=4)
 
-    run_ranks(program)
+    run_ranks(program, num_ranks)
 
 
 def plain_step(model: nn.Module, optimizer: optim.Optimizer) -> torch.Tensor:
@@ -81,6 +86,12 @@ def test_a_forward_lasts_until_its_backward_so_the_loss_is_in_it(received):
 def test_stages_of_a_plain_loop(received):
     train(plain_step, "0: data; 2: data@1 | 2x1x1")
     assert [names(spans) for _, spans in sorted(timelines(received, 2).items())] == ["0F0 0B0 0O0", "1F0 1B0 1O0"]
+
+
+def test_stages_that_are_grids_of_ranks(received):
+    train(plain_step, "0: data; 2: model@1 | 2x2x2", num_ranks=8)
+    found = [names(spans) for _, spans in sorted(timelines(received, 2).items())]
+    assert found == ["0F0 0B0 0O0"] * 4 + ["1F0 1B0 1O0"] * 4
 
 
 def test_accumulated_gradients_are_micro_batches(received):

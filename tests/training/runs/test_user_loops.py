@@ -131,12 +131,12 @@ def last_steps(messages) -> StepBlock:
     return joined([message for message in messages if isinstance(message, LastSteps)])
 
 
-@pytest.mark.parametrize("sbp", [wb.sbp.split(0), wb.sbp.broadcast])
-def test_the_last_steps_arrive_when_the_cell_ends(heard_seldom, sbp):
+@pytest.mark.parametrize(("ranks", "sbp"), [([0, 1], "S(0)"), ([0, 1], "B"), ([[0, 1]], "B, S(0)")])
+def test_the_last_steps_arrive_when_the_cell_ends(heard_seldom, ranks, sbp):
     """Losses are read where they are: a sum of terms on each rank, or copies."""
 
     def program():
-        placement = wb.placement("cpu", ranks=[0, 1])
+        placement = wb.placement("cpu", ranks=ranks)
         for step in range(40):
             wb.log(loss=wb.ones(4, placement=placement, sbp=sbp).sum() * (step + 1), samples=64)
 

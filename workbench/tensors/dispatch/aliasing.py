@@ -225,7 +225,7 @@ def remember_copies(
     is_view = is_agreed = True
     if name in PERHAPS_ALIASING:
         is_view = all(on_one_device(known, call, base)[0])
-        is_agreed = len(base._spec.layout.placement.ranks) == base._spec.world.world_size
+        is_agreed = base._spec.layout.placement.num_ranks == base._spec.world.world_size
         if not is_view:
             result = tree_map(partial(_own, boxed, memory_format_of(call[1:])), result)
             if is_agreed:

@@ -139,7 +139,7 @@ _warned: set[type[Function]] = set()
 
 def _warn_of_state(cls: type[Function], result: Any, world: World) -> None:
     placements = [leaf._spec.layout.placement for leaf in tree_leaves(result) if isinstance(leaf, GlobalTensor)]
-    if cls in _warned or not placements or len(inside := sorted(placements[0].ranks)) == world.world_size:
+    if cls in _warned or not placements or len(inside := sorted(placements[0])) == world.world_size:
         return
     _warned.add(cls)
     outside = sorted(set(range(world.world_size)) - set(inside))

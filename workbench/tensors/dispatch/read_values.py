@@ -38,7 +38,7 @@ def on_all_ranks(tensor: GlobalTensor) -> GlobalTensor:
     if context.in_parameter_hook and whole.placement != placement and running is None:
         raise StrategyError(
             f"reading a value of a tensor of shape {tuple(tensor._spec.shape)} in a hook of register_hook on a "
-            f"parameter: {placement} has {len(placement.ranks)} of {len(whole.placement.ranks)} ranks, and the other "
+            f"parameter: {placement} has {placement.num_ranks} of {whole.placement.num_ranks} ranks, and the other "
             "ranks may run the hooks of a layer's parameters in another order, so that values would be exchanged. Use "
             "register_post_accumulate_grad_hook, or read p.grad after backward()."
         )
@@ -62,7 +62,7 @@ def check_reading(tensor: GlobalTensor, function: str) -> None:
 def _whole(tensor: GlobalTensor) -> Layout:
     """B on all ranks that read it: those of the world, or of the placement for state of an optimizer."""
     layout, world_size = tensor._spec.layout, tensor._spec.world.world_size
-    if tensor._is_read_in_place or len(layout.placement.ranks) == world_size:
+    if tensor._is_read_in_place or layout.placement.num_ranks == world_size:
         return layout.broadcast()
     return Layout(Placement.of(layout.placement.device_type, list(range(world_size))), (broadcast,))
 

@@ -89,9 +89,9 @@ def _giving_whole(torchs_own: Any) -> Any:
         for value in tree_leaves(state_dict):
             if isinstance(value, GlobalTensor) and value._is_read_in_place:
                 placement, num_ranks = value._spec.layout.placement, value._spec.world.world_size
-                if len(placement.ranks) != num_ranks:
+                if placement.num_ranks != num_ranks:
                     raise LayoutError(
-                        f"get_state_dict(full_state_dict=True) of an optimizer: ranks {list(placement.ranks)} of "
+                        f"get_state_dict(full_state_dict=True) of an optimizer: ranks {list(placement)} of "
                         f"{num_ranks} have the state of shape {tuple(value.shape)}. Under a pipeline each stage has "
                         "entries of its own: call wb.checkpoint.save(path, model=model, optimizer=optimizer)."
                     )

@@ -345,7 +345,7 @@ def _own_term(loss: Any) -> LossTerm | None:
     entries = list(zip(layout.sbp, layout.placement.shape, strict=True))
     copies = math.prod(size for entry, size in entries if entry == broadcast)
     is_term = any(entry == partial_sum for entry, _ in entries)
-    return LossTerm(float(plain(loss)), copies, is_term, len(layout.placement.ranks))
+    return LossTerm(float(plain(loss)), copies, is_term, layout.placement.num_ranks)
 
 
 _loops: dict[World, _Loop] = {}

@@ -31,7 +31,7 @@ class StageLayouts:
         ranks = [rank for placement in dict.fromkeys(plan.placements) for rank in placement]
         is_one = len(set(plan.placements)) == 1
         self.everywhere = plan.placements[0] if is_one else Placement.of(world.device.type, ranks)
-        self.own_stage = next((i for i, ranks in enumerate(plan.placements) if world.rank in ranks.ranks), 0)
+        self.own_stage = next((stage for stage, ranks in enumerate(plan.placements) if world.rank in ranks), 0)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
