@@ -19,8 +19,9 @@ from workbench.testing import run_ranks
 class PlainAdam(torch.optim.Optimizer):
     """Adam without bias correction, as the older documents have it."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters: Any, weight_decay: float = 0.0) -> None:
         super().__init__(parameters, {"lr": 0.0})
+        self.weight_decay = weight_decay
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -28,14 +29,15 @@ class PlainAdam(torch.optim.Optimizer):
             state = self.state.setdefault(parameter, {})
             state["m"] = 0.9 * state.get("m", 0.0) + 0.1 * parameter.grad
             state["v"] = 0.999 * state.get("v", 0.0) + 0.001 * parameter.grad**2
-            parameter -= self.param_groups[0]["lr"] * state["m"] / (state["v"].sqrt() + 1e-8)
+            change = state["m"] / (state["v"].sqrt() + 1e-8) + self.weight_decay * parameter
+            parameter -= self.param_groups[0]["lr"] * change
 
 
 @pytest.mark.parametrize(
     ("rule", "make", "rates", "max_norm"),
     [
-        (flow.optimizer.SGD(0.5), lambda p: torch.optim.SGD(p, 0.5), [0.5] * 5, None),
-        (flow.optimizer.SGD(0.3, momentum=0.9), lambda p: torch.optim.SGD(p, 0.3, momentum=0.9), [0.3] * 5, None),
+        (flow.optimizer.SGD(0.5, momentum=0), lambda p: torch.optim.SGD(p, 0.5), [0.5] * 5, None),
+        (flow.optimizer.SGD(0.3), lambda p: torch.optim.SGD(p, 0.3, momentum=0.9), [0.3] * 5, None),
         (flow.optimizer.Adam(0.01), PlainAdam, [0.01] * 5, None),
         (
             flow.optimizer.Adam(0.01, do_bias_correction=True),
@@ -45,6 +47,12 @@ class PlainAdam(torch.optim.Optimizer):
         ),
         (
             flow.optimizer.AdamW(0.01, weight_decay=0.1),
+            lambda p: PlainAdam(p, 0.1),
+            [0.01] * 5,
+            None,
+        ),
+        (
+            flow.optimizer.AdamW(0.01, do_bias_correction=True, weight_decay=0.1),
             lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1),
             [0.01] * 5,
             None,
@@ -56,13 +64,13 @@ class PlainAdam(torch.optim.Optimizer):
             None,
         ),
         (
-            flow.optimizer.SGD(0.5, grad_clipping=flow.optimizer.grad_clipping.by_global_norm(0.1)),
+            flow.optimizer.SGD(0.5, momentum=0, grad_clipping=flow.optimizer.grad_clipping.by_global_norm(0.1)),
             lambda p: torch.optim.SGD(p, 0.5),
             [0.5] * 5,
             0.1,
         ),
     ],
-    ids=["naive", "momentum", "adam", "adam corrected", "adamw", "rmsprop", "clipped"],
+    ids=["naive", "momentum", "adam", "adam corrected", "adamw", "adamw corrected", "rmsprop", "clipped"],
 )
 def test_update_rules_have_the_losses_of_plain_torch(rule: Any, make: Any, rates: Any, max_norm: float | None) -> None:
     expected = torch_losses(make, rates, max_norm)
@@ -128,7 +136,7 @@ def test_init_begins_anew() -> None:
 def test_a_job_declared_anew_goes_on_under_its_new_rule() -> None:
     def run(rank: int) -> Any:
         train_with(flow.optimizer.SGD(0.3, momentum=0.9))(X, Y)
-        job = train_with(flow.optimizer.SGD(0.3))
+        job = train_with(flow.optimizer.SGD(0.3, momentum=0))
         return [job(X, Y) for _ in range(3)]
 
     expected = torch_losses(lambda p: torch.optim.SGD(p, 0.3), [0.3] * 4)[1:]
@@ -188,7 +196,7 @@ def test_older_spellings_say_the_new_ones() -> None:
     with pytest.warns(DeprecationWarning, match=r"Write function_config\.default_logical_view\(scope\.consistent_view"):
         config.default_distribute_strategy(flow.scope.consistent_view())
     with pytest.warns(
-        DeprecationWarning, match=r"Write flow\.optimizer\.SGD\(.*\[0\.5\]\)\)\.minimize\(loss\) in the job"
+        DeprecationWarning, match=r"Write flow\.optimizer\.SGD\(.*\[0\.5\]\), momentum=0\)\.minimize\(loss\) in the job"
     ):
         config.train.primary_lr(0.5)
     config.train.model_update_conf({"momentum_conf": {"beta": 0.9}})

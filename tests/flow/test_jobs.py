@@ -201,7 +201,7 @@ def test_micro_batches() -> None:
         hidden = flow.layers.dense(parts, 7, flow.math.tanh, kernel_initializer=NORMAL, name="a")
         logits = flow.layers.dense(hidden, 3, kernel_initializer=NORMAL, name="b")
         loss = flow.nn.sparse_softmax_cross_entropy_with_logits(flow.unpack(labels, 3), logits * 1.0)
-        flow.optimizer.SGD(0.5).minimize(loss)
+        flow.optimizer.SGD(0.5, momentum=0).minimize(loss)
         scale = flow.repeat(flow.get_variable("scale", (1,), initializer=flow.ones_initializer(), trainable=False), 3)
         return flow.pack(loss, 3), flow.acc(flow.math.reduce_sum(parts * scale), 3)
 
@@ -251,7 +251,7 @@ def test_a_loss_may_lie_on_one_device() -> None:
         with flow.scope.placement("gpu", "0:1"):
             logits = flow.layers.dense(hidden, 3, kernel_initializer=NORMAL, name="b")
             loss = flow.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-            flow.optimizer.SGD(0.5, grad_clipping=0.1).minimize(loss)
+            flow.optimizer.SGD(0.5, momentum=0, grad_clipping=0.1).minimize(loss)
         return loss
 
     expected = torch_losses(lambda p: torch.optim.SGD(p, 0.5), [0.5] * 3, max_norm=0.1)
@@ -296,5 +296,5 @@ def test_variables_are_those_of_so_many_ranks() -> None:
 def test_a_job_on_fewer_devices_than_there_are() -> None:
     expected = torch_losses(lambda p: torch.optim.SGD(p, 0.5), [0.5] * 3)
     flow.config.gpu_device_num(2)
-    for losses in run_ranks(lambda rank: [train_with(flow.optimizer.SGD(0.5))(X, Y) for _ in range(3)], 3):
+    for losses in run_ranks(lambda rank: [train_with(flow.optimizer.SGD(0.5, momentum=0))(X, Y) for _ in range(3)], 3):
         np.testing.assert_allclose(losses, expected, rtol=1e-5, atol=1e-6)

@@ -192,8 +192,12 @@ class UpdateRule:
         changes = {"lr": self.rate(step)}
         if not self.corrects_bias:  # torch's Adam then makes the step ``rate * m / (sqrt(v) + eps)``
             first, second = (1.0 - beta ** (step + 1) for beta in self.options["betas"])
-            root = math.sqrt(second)
-            changes = {"lr": changes["lr"] * first / root, "eps": self.options["eps"] / root}
+            scale = first / math.sqrt(second)
+            changes = {
+                "lr": changes["lr"] * scale,
+                "eps": self.options["eps"] / math.sqrt(second),
+                "weight_decay": self.options["weight_decay"] / scale,  # by the rate itself
+            }
         for group in optimizer.param_groups:
             group.update(changes)
 
@@ -205,9 +209,9 @@ def _rate_of(lr_scheduler: Rate | float) -> Rate:
 
 
 def SGD(  # noqa: N802
-    lr_scheduler: Rate | float, momentum: float = 0.0, grad_clipping: float | None = None
+    lr_scheduler: Rate | float, momentum: float = 0.9, grad_clipping: float | None = None
 ) -> UpdateRule:
-    """``w -= rate * gradient``; with momentum, ``m = momentum * m + gradient`` in place of the gradient."""
+    """``w -= rate * m`` with ``m = momentum * m + gradient``. The default is that of the older documents."""
     return UpdateRule(torch.optim.SGD, _rate_of(lr_scheduler), {"momentum": momentum}, grad_clipping)
 
 
@@ -220,7 +224,7 @@ def Adam(  # noqa: N802
     grad_clipping: float | None = None,
 ) -> UpdateRule:
     """Adam (Kingma and Ba 2015). As in the older documents, the default is without bias correction."""
-    options = {"betas": (beta1, beta2), "eps": epsilon}
+    options = {"betas": (beta1, beta2), "eps": epsilon, "weight_decay": 0.0}
     return UpdateRule(torch.optim.Adam, _rate_of(lr_scheduler), options, grad_clipping, do_bias_correction)
 
 
@@ -229,12 +233,13 @@ def AdamW(  # noqa: N802
     beta1: float = 0.9,
     beta2: float = 0.999,
     epsilon: float = 1e-8,
+    do_bias_correction: bool = False,
     weight_decay: float = 0.0,
     grad_clipping: float | None = None,
 ) -> UpdateRule:
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), with bias correction."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019); bias correction as for ``Adam``."""
     options = {"betas": (beta1, beta2), "eps": epsilon, "weight_decay": weight_decay}
-    return UpdateRule(torch.optim.AdamW, _rate_of(lr_scheduler), options, grad_clipping)
+    return UpdateRule(torch.optim.AdamW, _rate_of(lr_scheduler), options, grad_clipping, do_bias_correction)
 
 
 def RMSProp(  # noqa: N802
@@ -250,7 +255,7 @@ def RMSProp(  # noqa: N802
 
 
 _OF_CONF: dict[str, Callable[..., UpdateRule]] = {
-    "naive_conf": SGD,
+    "naive_conf": lambda rate: SGD(rate, 0.0),
     "momentum_conf": lambda rate, beta=0.9: SGD(rate, beta),
     "adam_conf": Adam,
     "adamw_conf": AdamW,

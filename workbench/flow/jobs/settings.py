@@ -24,7 +24,8 @@ class TrainConfig:
         """The learning rate."""
         warn_old_spelling(
             f"train.primary_lr({value})",
-            f"flow.optimizer.SGD(flow.optimizer.PiecewiseConstantScheduler([], [{value}])).minimize(loss) in the job",
+            f"flow.optimizer.SGD(flow.optimizer.PiecewiseConstantScheduler([], [{value}]), momentum=0).minimize(loss) "
+            "in the job",
         )
         self.rate = float(value)
 
