@@ -264,6 +264,31 @@ def test_saved_values_load_under_another_layout(tmp_path):
         assert torch.equal(loaded, value)
 
 
+def test_each_rank_may_save_a_file_of_its_own(tmp_path):
+    def program(rank):
+        flow.save(flow.full((2,), float(rank)), tmp_path / str(rank))
+        flow.save(flow.full((2,), float(rank)), tmp_path / "last", global_dst_rank=1)
+        return [flow.load(tmp_path / name)[0].item() for name in ("0", "1", "last")]
+
+    assert run_ranks(program, 2) == [[0, 1, 1]] * 2
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_the_state_of_one_stage_is_not_saved_as_the_whole(tmp_path, holder):
+    """The file had the entries of the stage of rank 0 only."""
+
+    def program(rank):
+        layer = flow.nn.Linear(4, 3).to_global(flow.placement("cpu", ranks=[holder]), flow.sbp.broadcast)
+        adam = flow.optim.Adam(layer.parameters())
+        layer(flow.ones(2, 4)).sum().backward()
+        adam.step()
+        words = rf"ranks \[{holder}\] of 2 have the state .*wb\.checkpoint\.save"
+        with pytest.raises(LayoutError if rank == holder else RuntimeError, match=words):
+            flow.save(adam.state_dict(), tmp_path / "adam")
+
+    run_ranks(program, 2)
+
+
 def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path):
     """The others waited for the one that writes."""
 

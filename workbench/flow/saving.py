@@ -12,22 +12,27 @@ from workbench.flow.local_tensor import local
 from workbench.flow.world_join import join
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.object_collectives import run_on_all_ranks
+from workbench.tensors.object_collectives import all_gather_object, run_on_all_ranks
+from workbench.tensors.torch_patches.saving import refuse_state_of_stages
 
 
-def save(obj: Any, path: str | Path, global_dst_rank: int = 0) -> None:
+def save(obj: Any, path: str | Path, global_dst_rank: int | None = None) -> None:
     """Write tensors, and containers of them, with their logical values. All ranks of the world call it.
-
-    Do not save an optimizer's state by it, because each rank holds a part of that. ``wb.checkpoint.save`` writes it.
 
     Args:
         obj: e.g. ``module.state_dict()``.
-        path: the file, which one rank writes.
-        global_dst_rank: the rank that writes the file.
+        path: the file. If ranks name different files, each is written.
+        global_dst_rank: the rank that writes its file; default: the first of those that name the same one.
+
+    Raises:
+        LayoutError: an optimizer's state under a pipeline, of which each stage holds a part.
     """
-    world, what = join(), f"flow.save({str(path)!r})"
+    world, what = join(), "flow.save()"
+    paths = all_gather_object(str(path), world, what)
+    writer = paths.index(str(path)) if global_dst_rank is None else global_dst_rank
+    run_on_all_ranks(lambda: refuse_state_of_stages(what, obj), world, what)
     whole = tree_map(_whole, obj)
-    run_on_all_ranks(lambda: torch.save(whole, path) if world.rank == global_dst_rank else None, world, what)
+    run_on_all_ranks(lambda: torch.save(whole, path) if world.rank == writer else None, world, what)
 
 
 def load(path: str | Path, global_src_rank: int | None = None) -> Any:

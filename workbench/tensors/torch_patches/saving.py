@@ -81,20 +81,25 @@ def _refusing(safetensors_own: Any, refuses: Callable[[Spec], bool], advice: str
     return checked
 
 
+def refuse_state_of_stages(what: str, data: Any) -> None:
+    """Raise ``LayoutError`` for state of an optimizer that only ranks of one stage have."""
+    for value in tree_leaves(data):
+        if isinstance(value, GlobalTensor) and value._is_read_in_place:
+            placement, num_ranks = value._spec.layout.placement, value._spec.world.world_size
+            if placement.num_ranks != num_ranks:
+                raise LayoutError(
+                    f"{what} of an optimizer: ranks {list(placement)} of {num_ranks} have the state of shape "
+                    f"{tuple(value.shape)}. Under a pipeline each stage has entries of its own: call "
+                    "wb.checkpoint.save(path, model=model, optimizer=optimizer)."
+                )
+
+
 def _giving_whole(torchs_own: Any) -> Any:
     @functools.wraps(torchs_own)
     def maybe_full_or_cpu_state_dict(state_dict: Any, info: Any) -> Any:
         if not info.full_state_dict:
             return torchs_own(state_dict, info)
-        for value in tree_leaves(state_dict):
-            if isinstance(value, GlobalTensor) and value._is_read_in_place:
-                placement, num_ranks = value._spec.layout.placement, value._spec.world.world_size
-                if placement.num_ranks != num_ranks:
-                    raise LayoutError(
-                        f"get_state_dict(full_state_dict=True) of an optimizer: ranks {list(placement)} of "
-                        f"{num_ranks} have the state of shape {tuple(value.shape)}. Under a pipeline each stage has "
-                        "entries of its own: call wb.checkpoint.save(path, model=model, optimizer=optimizer)."
-                    )
+        refuse_state_of_stages("get_state_dict(full_state_dict=True)", state_dict)
 
         def whole(value: GlobalTensor) -> torch.Tensor:
             found = value.detach().full_tensor()
