@@ -276,6 +276,26 @@ def test_gradients_are_clipped_where_the_optimizer_says_so():
     assert grad is None
 
 
+def test_groups_of_parameters_scale_the_rate_and_the_schedule_goes_on():
+    def program():
+        model = linear()
+        groups = [{"params": [model.weight], "lr_scale": 0.5}, {"params": [model.bias]}]
+        sgd = flow.optim.SGD(groups, lr=0.1)
+        graph = Step(model, sgd, 2, lr_sch=flow.optim.lr_scheduler.StepLR(sgd, 1, 0.1))
+        for _ in range(2):
+            graph(*data())
+        return model.weight.detach(), model.bias.detach()
+
+    (found,) = run_ranks(program, 1)
+    model, (x, y) = linear(), data()
+    for rate in (0.1, 0.01):
+        weight, bias = torch.autograd.grad(F.mse_loss(model(x), y), [model.weight, model.bias])
+        with torch.no_grad():
+            model.weight -= 0.5 * rate * weight
+            model.bias -= rate * bias
+    torch.testing.assert_close(found, (model.weight.detach(), model.bias.detach()))
+
+
 def test_a_recomputed_module_gives_the_same_numbers():
     def program():
         losses = []

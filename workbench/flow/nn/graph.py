@@ -81,7 +81,7 @@ class Graph(ABC):
         """Let calls train: after the micro-batches ``optim`` steps once, then ``lr_sch``, a scheduler of its rate.
 
         Before that, the gradients of parameter groups with ``clip_grad_max_norm`` (and ``clip_grad_norm_type``) are
-        clipped.
+        clipped. A group's ``lr_scale`` multiplies the rate.
 
         Raises:
             StrategyError: ``optim`` is no optimizer, or ``lr_sch`` belongs to another optimizer.
@@ -168,10 +168,17 @@ class Graph(ABC):
             for group in clipped:
                 norm_type = group.get("clip_grad_norm_type", 2.0)
                 nn.utils.clip_grad_norm_(group["params"], group["clip_grad_max_norm"], norm_type)
-            if self._scaler is None:
-                optimizer.step()
-            else:
-                self._scaler.step(optimizer)
+            scaled = [(group, group["lr"]) for group in optimizer.param_groups if "lr_scale" in group]
+            for group, rate in scaled:
+                group["lr"] = rate * group["lr_scale"]
+            try:
+                if self._scaler is None:
+                    optimizer.step()
+                else:
+                    self._scaler.step(optimizer)
+            finally:
+                for group, rate in scaled:
+                    group["lr"] = rate
             if schedule is not None:
                 schedule.step()
         if self._scaler is not None:
