@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import workbench.flow.typing as tp
-from tests.flow.small_job import NORMAL, Images, Labels, X, Y, torch_losses, train_with
+from tests.flow.small_job import COLUMNS, NORMAL, Images, Labels, X, Y, torch_losses, train_with
 from workbench import flow
 from workbench.testing import run_ranks
 
@@ -131,6 +131,37 @@ def test_init_begins_anew() -> None:
 
     for first, again in run_ranks(run, 2):
         np.testing.assert_array_equal(first, again)
+
+
+def test_a_variable_is_trained_by_the_jobs_that_say_so() -> None:
+    """As generator and discriminator, each in a job of its own with the other one fixed. Both jobs trained both."""
+
+    def training(trained: str) -> Any:
+        def body(x: Images) -> tp.Numpy:
+            ones = flow.ones_initializer()
+            a, b = (flow.get_variable(n, (COLUMNS,), initializer=ones, trainable=n == trained) for n in "ab")
+            flow.optimizer.SGD(0.1).minimize(x * a * b)
+            return x
+
+        body.__name__ = f"train_{trained}"
+        return flow.global_function(type="train")(body)
+
+    @flow.global_function()
+    def values() -> tuple[tp.Numpy, tp.Numpy]:
+        return flow.get_variable("a", (COLUMNS,)), flow.get_variable("b", (COLUMNS,))
+
+    def run(rank: int) -> Any:
+        jobs, found = {trained: training(trained) for trained in "ab"}, []
+        for trained in "abba":
+            jobs[trained](X)
+            found.append(values())
+        return found
+
+    for found in run_ranks(run, 2):
+        (a, b), (a1, b1), (a2, b2), (a3, b3) = found
+        for same, other in [(b, np.ones(COLUMNS)), (a1, a), (a2, a), (b3, b2)]:
+            np.testing.assert_array_equal(same, other)
+        assert all((new != old).all() for new, old in [(a, np.ones(COLUMNS)), (b1, b), (b2, b1), (a3, a2)])
 
 
 def test_a_job_declared_anew_goes_on_under_its_new_rule() -> None:

@@ -87,7 +87,6 @@ class Store:
         found = self.variables.by_name.get(name)
         if found is None:
             found = self._make(name, shape, dtype, initializer, layout)
-            found.requires_grad_(trainable)
             found._is_param = True  # operations follow its layout: they slice it, and never gather or move it
             self.variables.by_name[name] = found
         elif (tuple(found.shape), found.dtype) != (shape, dtype):
@@ -96,6 +95,7 @@ class Store:
                 f"{tuple(found.shape)} and {found.dtype}. One name is one variable in all jobs: take another name, or "
                 "begin anew with check_point.init()."
             )
+        found.requires_grad_(trainable and dtype.is_floating_point)  # each job says whether it trains it
         return found
 
     def _make(

@@ -34,7 +34,7 @@ def get_variable(
         shape: logical sizes.
         dtype: default: the job's ``default_data_type``.
         initializer: default: zeros. Values depend on the name and the position, not on the layout.
-        trainable: whether training jobs update it.
+        trainable: whether this job updates it, if it trains.
         distribute: ``flow.distribute.split(axis)`` splits it over the devices of the scope; default: whole on each.
         reuse: False refuses a variable that exists.
 
