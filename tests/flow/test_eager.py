@@ -366,6 +366,7 @@ P = 'flow.placement("cuda", ranks=[0, 1])'
         (f"flow.linspace(0, 1, 5, placement={P}, sbp=flow.sbp.broadcast)", LayoutError, ["flow.linspace", "local"]),
         (f"flow.nn.Linear(4, 3).to_global({P}, flow.sbp.split(1), broadcast_from=0)", SbpError, ["bias", "S(1)"]),
         ("flow.nn.Linear(4, 3).to_global(sbp=flow.sbp.broadcast)", LayoutError, ["weight", "placement is missing"]),
+        ('flow.save(flow.nn.Linear(4, 3), "file")', TypeError, ["flow.save of a Linear", "model.state_dict()"]),
         ("flow.nn.Linear(4, 3).config.stage_id = -1", ValueError, ["stage_id = -1", "from 0"]),
     ],
 )

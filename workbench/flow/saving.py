@@ -26,8 +26,14 @@ def save(obj: Any, path: str | Path, global_dst_rank: int | None = None) -> None
 
     Raises:
         LayoutError: an optimizer's state under a pipeline, of which each stage holds a part.
+        TypeError: a module, graph or optimizer in place of its state.
     """
     world, what = join(), "flow.save()"
+    if hasattr(obj, "state_dict"):
+        raise TypeError(
+            f"flow.save of a {type(obj).__name__}: it writes tensors, and containers of them. Give the state: "
+            "flow.save(model.state_dict(), path)."
+        )
     paths = all_gather_object(str(path), world, what)
     writer = paths.index(str(path)) if global_dst_rank is None else global_dst_rank
     run_on_all_ranks(lambda: refuse_state_of_stages(what, obj), world, what)
