@@ -85,7 +85,8 @@ def test_update_rules_have_the_losses_of_plain_torch(rule: Any, make: Any, rates
 def test_learning_rates_over_the_steps() -> None:
     rates = flow.optimizer
     for scheduler, step, expected in [
-        (rates.PiecewiseScalingScheduler(1.0, [2, 4], 0.1), 5, 0.01),
+        (rates.PiecewiseScalingScheduler(1.0, [2, 4], [0.1, 0.01]), 5, 0.01),
+        (rates.PiecewiseScalingScheduler(1.0, [2, 4], 0.1), 5, 0.1),
         (rates.CosineScheduler(1.0, 10, alpha=0.2), 5, 0.6),
         (rates.ExponentialScheduler(1.0, 2, 0.5), 3, 0.5**1.5),
         (rates.ExponentialScheduler(1.0, 2, 0.5, staircase=True), 3, 0.5),
@@ -95,6 +96,9 @@ def test_learning_rates_over_the_steps() -> None:
         (rates.CustomScheduler(lambda step: 1.0 / (step + 1)), 3, 0.25),
         (rates.PiecewiseConstantScheduler([], [0.4], warmup=rates.warmup.linear(10, 0.5)), 5, 0.3),
         (rates.PiecewiseConstantScheduler([], [0.4], warmup=rates.warmup.constant(10, 0.5)), 5, 0.2),
+        (rates.CosineScheduler(1.0, 10, warmup=rates.warmup.linear(5, 0.5)), 3, 0.8),
+        (rates.CosineScheduler(1.0, 10, warmup=rates.warmup.constant(4, 0.5)), 3, 0.5),
+        (rates.CosineScheduler(1.0, 10, warmup=rates.warmup.constant(4, 0.5)), 5, 0.5),
     ]:
         assert scheduler(step) == pytest.approx(expected)
 

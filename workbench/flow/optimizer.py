@@ -37,17 +37,17 @@ class warmup:  # noqa: N801 - programs write flow.optimizer.warmup.linear(...)
 
     @staticmethod
     def constant(steps: int, multiplier: float) -> Any:
-        """For the first ``steps`` steps, ``multiplier`` times the rate."""
-        return lambda rate, step: rate(step) * (multiplier if step < steps else 1.0)
+        """For the first ``steps`` steps, ``multiplier`` times the base rate."""
+        return lambda rate, step: rate(0) * multiplier if step < steps else rate(step)
 
     @staticmethod
     def linear(steps: int, start_multiplier: float) -> Any:
-        """For the first ``steps`` steps, a line from ``start_multiplier`` times the rate after them to that rate."""
+        """For the first ``steps`` steps, a line from ``start_multiplier`` times the base rate to the base rate."""
 
         def rising(rate: Rate, step: int) -> float:
             if step >= steps:
                 return rate(step)
-            return rate(steps) * (start_multiplier + (1.0 - start_multiplier) * step / steps)
+            return rate(0) * (start_multiplier + (1.0 - start_multiplier) * step / steps)
 
         return rising
 
@@ -71,13 +71,13 @@ def PiecewiseConstantScheduler(  # noqa: N802 - as programs write it
 def PiecewiseScalingScheduler(  # noqa: N802
     base_lr: float, boundaries: Sequence[int], scale: float | Sequence[float], warmup: Any = None
 ) -> Scheduler:
-    """``base_lr``, scaled at every boundary by the same factor, or by each boundary's own."""
-    factors = list(scale) if isinstance(scale, Sequence) else [scale] * len(boundaries)
+    """``base_lr``, and after every boundary that boundary's scale times ``base_lr``. A number is the scale of all.
 
-    def rate(step: int) -> float:
-        return base_lr * math.prod(f for boundary, f in zip(boundaries, factors, strict=True) if step > boundary)
-
-    return Scheduler(rate, warmup)
+    >>> [PiecewiseScalingScheduler(1.0, [1, 2], [0.1, 0.01])(step) for step in range(4)]
+    [1.0, 1.0, 0.1, 0.01]
+    """
+    scales = scale if isinstance(scale, Sequence) else [scale] * len(boundaries)
+    return PiecewiseConstantScheduler(boundaries, [base_lr, *(base_lr * factor for factor in scales)], warmup)
 
 
 def CosineScheduler(base_lr: float, steps: int, alpha: float = 0.0, warmup: Any = None) -> Scheduler:  # noqa: N802
