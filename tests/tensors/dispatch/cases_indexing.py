@@ -63,6 +63,10 @@ def _put_rows(x, index, y):
     return z.index_put((index, index), y[:, 0], accumulate=True)
 
 
+def _counted(generator: torch.Generator) -> list[torch.Tensor]:
+    return [torch.randint(0, 6, (7,), generator=generator), torch.randn(7, generator=generator)]
+
+
 CASES = [
     _case("slice of rows", lambda x: x[2:6] * 2, (7, 4)),
     _case("slices with steps", lambda x: x[1::2, :-1:2], (7, 6)),
@@ -88,6 +92,7 @@ CASES = [
     Case("gather from a larger source", lambda x, i, y: x.gather(1, i % 4) + y, (), _narrow),
     Case("scatter_reduce", lambda x, i, y: x.scatter_reduce(0, i, y, "amax", include_self=False), (), _scattered),
     Case("index_add", lambda x, i, y: x.index_add(0, i, y, alpha=2), (), _listed),
+    Case("bincount", lambda i, w: torch.bincount(i, w, 9) + i.int().bincount(minlength=2)[-1], (), _counted),
     Case("index_copy", lambda x, i, y: x.index_copy(0, i, y), (), _listed),
     Case("index_fill", lambda x, i, y: x.index_fill(0, i, 1.5) + y.sum(), (), _listed),
     Case("index_put", _put_rows, (), lambda g: [torch.randn(7, 7, generator=g), torch.tensor([5, 0, 2]),

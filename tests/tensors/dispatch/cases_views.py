@@ -33,6 +33,7 @@ CASES = [
     _case("roll two", lambda x: x.roll((2, -1), (0, 1)), (5, 4)),
     _case("rot90", lambda x: torch.rot90(x, 3, (0, 2)), (3, 4, 5)),
     _case("triangle with offset", lambda x: x.triu(-1) + x.tril(-2), (2, 5, 4)),
+    _case("filled diagonal", lambda x: (x * 1).fill_diagonal_(2.5), (5, 4)),
     _case("trace", torch.trace, (5, 4)),
     _case("diag embed", lambda x: torch.diag_embed(x, 1, 0, 2), (5, 3)),
     _case("pad zeros", lambda x: F.pad(x, (2, -1, 1, 3)), (5, 4)),

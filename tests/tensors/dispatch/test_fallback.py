@@ -122,7 +122,7 @@ def test_split_rows_are_written_into_terms_without_a_fallback(write):
 
 WRITES_IN_PLACE = {
     "put": lambda x: x.put_(torch.tensor([1]), torch.tensor([7.0])),
-    "fill_diagonal": lambda x: x.fill_diagonal_(3.0),
+    "fill_diagonal": lambda x: x.fill_diagonal_(3.0, wrap=True),
 }
 
 
@@ -140,6 +140,36 @@ def test_a_write_that_gathers_its_target_warns(name, monkeypatch):
     expected = torch.ones(4, 6)
     WRITES_IN_PLACE[name](expected)
     assert all(sbp == "S(0)" and torch.equal(value, expected) for sbp, value in found)
+
+
+def test_counts_and_filled_diagonals_gather_nothing(monkeypatch):
+    """A fallback is a warning, which fails tests."""
+    monkeypatch.setattr(fallback, "_warned", set())
+    ids, expected = torch.tensor([4, 0, 4, 1, 0, 4, 2]), torch.ones(4, 6).fill_diagonal_(3.0)
+
+    def program():
+        split = wb.tensor(ids, placement=BOTH, sbp="S(0)")
+        counts, x = torch.bincount(split, minlength=3), wb.ones(4, 6, placement=BOTH, sbp="S(1)")
+        x.fill_diagonal_(3.0)
+        return [str(t.sbp[0]) for t in (counts, x)], counts.full_tensor(), x.full_tensor()
+
+    for sbps, counts, x in run_ranks(program):
+        assert sbps == ["P", "S(1)"]
+        assert torch.equal(counts, ids.bincount()) and torch.equal(x, expected)
+
+
+def test_a_rule_that_takes_a_parameter_as_it_lies_says_how_to_box_it(monkeypatch):
+    monkeypatch.setattr(fallback, "_warned", set())
+
+    def program():
+        weights = [torch.nn.Parameter(wb.ones(4, 4, placement=BOTH, sbp="S(0)")) for _ in range(2)]
+        product = weights[0] @ weights[1]
+        boxed = weights[0].to_global(sbp="B") @ weights[1].to_global(sbp="B")
+        return product.full_tensor(), boxed.full_tensor()
+
+    with pytest.warns(FallbackWarning, match=r"^matmul: .* as they lie.* weight\.to_global\(sbp=\"B\"\)"):
+        found = run_ranks(program)
+    assert all(torch.equal(one, two) for one, two in found)
 
 
 @pytest.mark.parametrize("name", ["arccosh", "arcsinh", "arctanh"])

@@ -198,11 +198,13 @@ def _warn_of_gather(plan: Plan, operands: list[GlobalTensor]) -> None:
     if moved:
         _warned.add(plan.name.folded)
         layouts = ", ".join(str(operand._spec.layout) for operand in operands)
+        fix = f"Box the operands to B yourself, or declare {declared}."
+        if plan.name.folded in RULES and any(o._is_param and not o._spec.layout.is_broadcast for o in operands):
+            fix = 'Its rule takes parameters as they lie: where it needs a whole one, write weight.to_global(sbp="B").'
         warnings.warn(
             f"{plan.name.folded}: no rule for operands with layouts {layouts}, so they were gathered "
             f"({format_bytes(moved)}). "
-            f"The result is right{'' if plan.name.in_place else ' but broadcast'}. Box the operands to B yourself, or "
-            f"declare {declared}.",
+            f"The result is right{'' if plan.name.in_place else ' but broadcast'}. {fix}",
             FallbackWarning,
             stacklevel=user_stacklevel(),
         )

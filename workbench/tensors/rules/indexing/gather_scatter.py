@@ -163,6 +163,25 @@ def _index_write(call: Call) -> Resolution | None:
     return Resolution(found, localize)
 
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@composite("bincount")
+def bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """Each rank counts its own values, and the counts are terms. Their number is read: it follows from the values."""
+    fits = input.dim() == 1 and input.numel() and (weights is None or weights.shape == input.shape) and minlength >= 0
+    lies_whole = all(not isinstance(t, GlobalTensor) or t._spec.layout.is_broadcast for t in (input, weights))
+    if lies_whole or not fits or input.dtype not in _INTEGERS:
+        return NotImplemented
+    smallest, largest = torch.stack(input.aminmax()).tolist()
+    if smallest < 0:
+        return NotImplemented  # torch's own error
+    rows = torch.ones_like(input, dtype=torch.int64) if weights is None else weights.detach()
+    if weights is not None and rows.dtype != torch.float32:
+        rows = rows.double()
+    return input.new_zeros(max(minlength, largest + 1), dtype=rows.dtype).index_add(0, input.long(), rows)
+
+
 @rule("scatter", "scatter_add", "scatter_reduce")
 def _scatter(call: Call) -> Resolution | None:
     """Elements by index; a source may be larger than the index."""

@@ -39,6 +39,19 @@ def _triangle(call: Call) -> Resolution:
     return Resolution(f"+{term(ndim)} -> {term(ndim)}", localize)
 
 
+@rule("fill_diagonal")
+def _fill_diagonal(call: Call) -> Resolution | None:
+    """Each rank fills its part of the diagonal of a matrix."""
+    if len(call.shapes[0]) != 2 or call.arg(2, "wrap", False):
+        return None
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction:
+        shift = _corner(inputs[0])
+        return lambda x, value, *_, **__: x.diagonal(shift).fill_(value)
+
+    return Resolution("ab -> ab", localize)
+
+
 @rule("trace")
 def _trace(call: Call) -> Resolution:
     """Each rank sums its part of the diagonal."""
