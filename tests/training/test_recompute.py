@@ -180,6 +180,27 @@ def test_statistics_of_batch_norm_are_written_once():
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_block_that_runs_again_writes_the_same_to_its_parameters(momentum):
+    class Centered(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(16, 16))
+            self.center = nn.Parameter(torch.zeros(16), requires_grad=False)
+
+        def forward(self, x):
+            self.center.data.mul_(momentum).add_(x.detach().mean(0))
+            return super().forward(x - self.center)
+
+    model, (inputs, targets) = nn.Sequential(Centered(), Centered(), nn.Linear(16, 10)), batch_for("mlp")
+
+    def program():
+        parallel = wb.parallelize(copy.deepcopy(model), "*: data | recompute")
+        F.cross_entropy(parallel(inputs), targets).backward()
+
+    with pytest.raises(StrategyError, match=r"1 of 3 parameters.* register_buffer") if momentum else nullcontext():
+        run_ranks(program, 2)
+
+
 def test_copies_undoing_and_evaluation():
     models = towers(2)
     ids = torch.arange(60).reshape(6, 10) % 10

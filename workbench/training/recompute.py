@@ -26,7 +26,7 @@ from workbench.core.recompute_kinds import chosen_blocks
 from workbench.errors import StrategyError
 from workbench.pipeline.check import check_table
 from workbench.pipeline.schedules import make_table
-from workbench.tensors.global_tensor import local_torch
+from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.reached_objects import PLAIN_VALUES
 from workbench.tensors.tensor_state import version_of
@@ -239,6 +239,7 @@ class _StateBefore:
 
     The second forward starts from these values. Otherwise a spectral norm, for example, would iterate once more and
     give other weights. The second forward writes to copies, and so the block keeps what the first has made of it.
+    Values of parameters are not copied: a forward that writes to one must write the same again.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -249,6 +250,8 @@ class _StateBefore:
         self.versions = [_version(buffer) for *_, buffer, _ in self.before]
         self.parts = [(vars(part), dict(vars(part))) for part in block.modules()]
         self.attributes = _held(block, "_parameters")
+        self.parameters = [(held, _version(held)) for *_, held in self.attributes if held is not None]
+        self.written: list[Any] = []
 
     def forget_unchanged(self) -> None:
         """After the first forward: drop what did not change. Modes may change before the second."""
@@ -262,14 +265,22 @@ class _StateBefore:
             for name in ("training", *_changed(values, held))
         ]
         self.parts.clear()
+        changed = [parameter for parameter, version in self.parameters if _version(parameter) != version]
+        self.written = [p for p in changed if isinstance(p, GlobalTensor) and not p._spec.is_placeholder]
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Context in which the block is as it was before the first forward; its buffers are copies."""
+        """Context in which the block is as it was before the first forward; its buffers are copies.
+
+        Raises:
+            StrategyError: what the block writes to its parameters differs from what its first forward wrote.
+        """
         now = _held(self.block, "_buffers")
         attributes = [(held, name, held.get(name, _ABSENT)) for held, name, _ in self.attributes]
         before = {(id(held), name): copy for held, name, _, copy in self.before}
         with torch.no_grad(), hidden_from_modes():
+            with local_torch():
+                values = [parameter.detach().clone() for parameter in self.written]
             for held, name, buffer in now:
                 found = before.get((id(held), name), buffer)
                 held[name] = found if found is None or found.requires_grad else found.clone()
@@ -280,6 +291,14 @@ class _StateBefore:
             _set(attributes)
             for held, name, buffer in now:
                 held[name] = buffer
+        with torch.no_grad(), hidden_from_modes(), local_torch():
+            if not all(torch.allclose(p, value, equal_nan=True) for p, value in zip(self.written, values, strict=True)):
+                raise StrategyError(
+                    f"recompute: the forward of {type(self.block).__name__} has written to {len(values)} of "
+                    f"{len(self.parameters)} parameters, and has written other values when it ran again in backward. "
+                    "Both runs start from the same buffers, but from the parameters as they are. Register what it "
+                    "writes to with register_buffer, or write outside of the block's forward."
+                )
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
