@@ -252,6 +252,32 @@ def test_an_evaluation_before_the_first_step_settles_the_stages(mode):
         assert found == pytest.approx(loss)
 
 
+class KeepsAMean(nn.Linear):
+    """A running mean of its inputs is a parameter, as the weights of key encoders and codebooks are."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.mean = nn.Parameter(torch.zeros(8), requires_grad=False)
+
+    def forward(self, x):
+        if self.training:
+            self.mean.data.mul_(0.5).add_(x.detach().mean(0))
+        return super().forward(x - self.mean)
+
+
+def test_a_first_look_leaves_parameters_that_a_forward_writes():
+    model = HeadFirst()
+    model.body[1] = KeepsAMean()
+
+    def program():
+        parallel = wb.parallelize(copy.deepcopy(model), "pipeline | mb=2")
+        wb.evaluate(parallel, WORDS)  # writes nothing itself
+        return parallel.body[1].mean.full_tensor()
+
+    for mean in run_ranks(program, 2):
+        assert torch.equal(mean, torch.zeros(8))
+
+
 class FailsAtFirst(HeadFirst):
     """The first call leaves what it has counted, and raises."""
 

@@ -20,7 +20,7 @@ from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.program_state import ProgramState
 from workbench.tensors.random import draw_key
-from workbench.tensors.tensor_state import forget_derived
+from workbench.tensors.tensor_state import forget_derived, version_of
 from workbench.tensors.world import World, current
 from workbench.training.batches import Batch, Count, LossFunction, call, check_loss_fn, loss_of
 from workbench.training.gradients.stale_optimizer import optimizers_of
@@ -257,7 +257,7 @@ def _calls(module: nn.Module, inputs: Any, world: World) -> Calls:
     """The calls of a forward that leaves nothing behind."""
     hooks = [h for part in module.modules() for h in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())]
     before = ProgramState([module], world.device, code=hooks)
-    with _buffers_kept(module), world.context.temporarily(generator=torch.Generator(), tracer=None):
+    with _values_kept(module), world.context.temporarily(generator=torch.Generator(), tracer=None):
         try:
             with recorded_calls(module) as calls:
                 call(module, inputs)
@@ -267,20 +267,28 @@ def _calls(module: nn.Module, inputs: Any, world: World) -> Calls:
 
 
 @contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Afterwards the module has its buffers, with the values that they have now."""
+def _values_kept(module: nn.Module) -> Iterator[None]:
+    """Afterwards the module has its buffers and frozen parameters, with the values that they have now: a forward may
+    update a running mean of weights.
+    """
     held: list[tuple[dict[str, Any], str, Any]] = [
-        (part._buffers, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()
+        (table, name, tensor)
+        for part in module.modules()
+        for table in (part._buffers, part._parameters)
+        for name, tensor in table.items()
+        if table is part._buffers or (tensor is not None and not tensor.requires_grad)
     ]
-    here = [b for _, _, b in held if isinstance(b, GlobalTensor) and not b._spec.is_placeholder]
-    values = [plain(buffer).clone() for buffer in here]
+    here = [t for _, _, t in held if isinstance(t, GlobalTensor) and not t._spec.is_placeholder]
+    with local_torch():
+        before = [(tensor, version_of(tensor), plain(tensor).clone()) for tensor in here]
     try:
         yield
     finally:
-        for holder, name, buffer in held:
-            holder[name] = buffer
-            if isinstance(buffer, GlobalTensor):
-                forget_derived(buffer)  # the write below is seen on one stage's ranks only
-        with torch.no_grad():
-            for buffer, before in zip(here, values, strict=True):
-                plain(buffer).copy_(before)
+        for table, name, tensor in held:
+            table[name] = tensor
+            if isinstance(tensor, GlobalTensor):
+                forget_derived(tensor)  # the write below is seen on one stage's ranks only
+        with torch.no_grad(), local_torch():
+            for tensor, version, value in before:
+                if version_of(tensor) != version:
+                    plain(tensor).copy_(value)
