@@ -2,7 +2,7 @@
 
 ``Work.wait`` blocks in C++, and Python does not see SIGINT until the other ranks arrive. Here a helper thread blocks
 instead, and the main thread waits for the helper in Python. C++ code that waits by itself (DistributedDataParallel) is
-not covered: only a kill ends a rank that waits there.
+not covered: ``connections`` ends waits for ranks of this host, and only a kill those for other hosts.
 """
 
 from __future__ import annotations
