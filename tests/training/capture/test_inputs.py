@@ -1,12 +1,13 @@
 """Inputs of a captured step: how they lie in memory, and how many kinds of them there are."""
 
+import ctypes
 import warnings
 
 import pytest
 import torch
 
 import workbench as wb
-from workbench.errors import CaptureWarning
+from workbench.errors import CaptureError, CaptureWarning
 from workbench.testing import run_ranks
 
 
@@ -45,6 +46,43 @@ def test_inputs_that_the_step_writes_to_are_written():
         for name, x in layouts_of(torch.ones(4, 6)).items():
             captured(x)
             assert torch.equal(x, torch.full((4, 6), 2.0)), name
+
+    run_ranks(program, 1)
+
+
+@pytest.mark.parametrize("is_global", [True, False])
+def test_an_input_that_the_step_also_reads_from_outside_is_refused(is_global):
+    """Replays took the new input for both."""
+
+    def program():
+        x = torch.arange(4.0)
+        x = wb.to_global(x, wb.placement(ranks=[0, 1]), wb.sbp.split(0)) if is_global else x
+        captured = wb.capture(lambda given: given + x * 10)
+        captured(x)
+        with pytest.raises(CaptureError, match=r"its input of shape .* also from outside.*x.clone\(\)"):
+            captured(x)
+        for number in range(3):
+            assert torch.equal(*(each + 0 for each in (captured(x * number), x * number + x * 10)))
+        assert captured.num_replays == 2
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("use", [lambda out: out, lambda out: out[1:] + 1])
+def test_what_a_kernel_writes_that_is_no_operator_is_refused(use):
+    """A replay would not run it, and would return memory that nobody has written."""
+
+    def program():
+        @wb.capture
+        def captured(x):
+            empty = torch.empty_like(x)
+            zeros = torch.zeros_like(torch.empty(3, 2)) + torch.empty(3, 2).fill_(1)
+            ctypes.memset(empty.data_ptr(), 0, empty.nbytes)
+            return use(empty), zeros
+
+        captured(torch.ones(3))
+        with pytest.raises(CaptureError, match=r"that torch.empty or its like has made.*torch.library.triton_op"):
+            captured(torch.ones(3))
 
     run_ranks(program, 1)
 

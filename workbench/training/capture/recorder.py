@@ -28,6 +28,7 @@ from workbench.training.capture.gradients import held_grad
 from workbench.training.capture.operators import check_operator, devices_of, draws, written_arguments
 from workbench.training.capture.optimizer_steps import OptimizerStep, parts_of, settings_of
 from workbench.training.capture.trace import Call, Slot, Trace
+from workbench.training.capture.unwritten_memory import UnwrittenMemory
 from workbench.transport.traffic import TrafficCount
 
 _aten = torch.ops.aten
@@ -64,7 +65,8 @@ class Recorder(TorchDispatchMode):
 
     Args:
         world: this rank's world.
-        inputs: the step's tensors; no other code may hold them.
+        arguments: what the caller has handed in.
+        inputs: its tensors as the step gets them; no other code may hold them.
         grads: gradients that leaves have already; the step may add to them.
         optimizers: those that the step is known to step.
 
@@ -78,6 +80,7 @@ class Recorder(TorchDispatchMode):
     def __init__(
         self,
         world: World,
+        arguments: Sequence[Any],
         inputs: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
         optimizers: Sequence[Optimizer],
@@ -92,6 +95,8 @@ class Recorder(TorchDispatchMode):
         # Slots of tensors that the step made, by memory and place; None for memory that existed before the step.
         # The weak reference shows that the address still belongs to the same memory.
         self._memory: dict[int, tuple[StorageWeakRef, dict[Any, Slot] | None]] = {}
+        self._arguments = {id(argument): argument for argument in arguments if isinstance(argument, torch.Tensor)}
+        self._unwritten = UnwrittenMemory()
         self._num_slots = 0
         self._keys: dict[int, Slot] = {}
         self._keys_used: set[int] = set()
@@ -119,15 +124,17 @@ class Recorder(TorchDispatchMode):
             if func in _SAME:
                 self._slots[out] = self._slot(args[0])
                 return out
-            is_write, is_draw = bool(written_arguments(func, args, kwargs)), draws(func, args, kwargs)
-            result = self._made(out)
+            written, is_draw = written_arguments(func, args, kwargs), draws(func, args, kwargs)
+            is_write, result = bool(written), self._made(out)
             returns = func._schema.returns
             first = returns[0].alias_info if returns else None
+            makes_view = first is not None and not first.is_write and not is_write
+            self._unwritten.add(func, (args, kwargs), written, out, makes_view)
             self.trace.calls.append(
                 Call(
                     _BY_THEMSELVES.get(func) or _IN_C.get(func) or getattr(func, "_op", func), given, options, result,
                     has_side_effect=(is_write and func not in _SETS_UP) or is_draw,
-                    makes_view=first is not None and not first.is_write and not is_write,
+                    makes_view=makes_view,
                     changes=given[0] if func in _SETS_UP else None,
                     name=str(func).removesuffix(".default"),
                     operator=None if func in _BY_THEMSELVES else func,
@@ -164,6 +171,7 @@ class Recorder(TorchDispatchMode):
         given, options = self._known(args), {k: self._known(v) for k, v in kwargs.items()}
         with self.paused():
             made = function(*args, **kwargs)
+        self._unwritten.write((args, kwargs))
         result, handed_out = self._taken(name, made)
         called: Callable[..., Any] = operator.call if made_by else function
         self.trace.calls.append(Call(called, (*made_by, *given), options, result, has_side_effect=True, name=name))
@@ -209,6 +217,7 @@ class Recorder(TorchDispatchMode):
         self.steps.append(step)
         with self.paused(), local_torch():
             grads = [part.grad for part in parts]
+            self._unwritten.check(f"{type(optimizer).__name__}.step", grads)
         self.trace.calls.append(
             Call(step, (self._known(parts), self._known(grads)), {}, None, has_side_effect=True,
                  name=f"{type(optimizer).__name__}.step")
@@ -234,6 +243,7 @@ class Recorder(TorchDispatchMode):
         inputs = set(self.trace.inputs)
         with local_torch():
             grads = [held_grad(leaf) for leaf in leaves]
+            self._unwritten.check("the caller of the step", (outputs, grads))
         for grad in grads:
             slot = None if grad is None else self._slots.get(grad)
             if slot is None or slot in inputs or slot in self.trace.constants:
@@ -293,6 +303,14 @@ class Recorder(TorchDispatchMode):
     def _slot(self, tensor: torch.Tensor) -> Slot:
         """The slot of a tensor; a tensor that the step did not make becomes a constant."""
         slot: Slot | None = self._slots.get(tensor)
+        if slot is None and id(tensor) in self._arguments:
+            with local_torch():
+                shape = tuple(tensor.shape)
+            raise CaptureError(
+                f"capture: the step reads its input of shape {shape} also from outside: a variable or an object holds "
+                "the same tensor. A replay gets other inputs, and what is outside stays. Read it from the argument "
+                "only, or hand in a copy (x.clone())."
+            )
         if slot is None and (slot := self._made_before(tensor)) is not None:
             self._slots[tensor] = slot
         if slot is None:

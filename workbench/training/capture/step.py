@@ -107,7 +107,8 @@ def capture(
         ValueError: there is no such backend, or no memory.
         CaptureError: the step reads a value (``.item()``, ``.tolist()``, ``if loss > 3``), computes a shape from
             values, steps an optimizer with a closure or with hooks of its own, sets a learning rate (as a scheduler
-            does), or keeps tensors for its next call.
+            does), keeps tensors for its next call, reads an input also from outside, or reads what a kernel has written
+            that is no operator of torch.
 
     >>> x = wb.ones(2, 2, placement=wb.placement(ranks=[0]), sbp=wb.sbp.broadcast)
     >>> double = wb.capture(lambda x: x * 2)
@@ -266,7 +267,7 @@ def _record(
     inputs = [value for value in given if isinstance(value, torch.Tensor)]
     with local_torch():
         graded = [(leaf, grad) for leaf in kind.leaves if (grad := held_grad(leaf)) is not None]
-    recorder = Recorder(world, inputs, [grad for _, grad in graded], kind.optimizers)
+    recorder = Recorder(world, arguments, inputs, [grad for _, grad in graded], kind.optimizers)
     args, kwargs = tree_unflatten(given, structure)
     before, transport = TrafficCount.so_far(world.traffic), world.transport
     world.transport = RecordedTransport(recorder, transport)
