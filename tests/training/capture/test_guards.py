@@ -5,6 +5,8 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import workbench as wb
 from tests.training.capture.captured_runs import assert_same, called, filled, step_of
@@ -99,6 +101,12 @@ def add_late_parameter_hook(module):
     return module.weight.register_post_accumulate_grad_hook(lambda leaf: leaf.grad.mul_(2))
 
 
+def add_hook_of_all_modules(_module):
+    return register_module_forward_hook(
+        lambda module, inputs, output: output * 2 if isinstance(module, nn.Linear) else None
+    )
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("add", [add_hook, add_backward_hook, add_parameter_hook, add_late_parameter_hook])
 def test_hooks_that_come_and_go(add):
@@ -117,23 +125,46 @@ def test_hooks_that_come_and_go(add):
     assert_same(*(run_ranks(lambda capture=capture: program(capture)) for capture in (True, False)))
 
 
-def test_a_hook_of_an_optimizer_that_comes_later_is_refused_as_an_earlier_one():
+def test_a_hook_of_all_modules_that_comes_later():
+    def program():
+        module = filled(nn.Linear(4, 4))
+        captured = wb.capture(lambda x: module(x).detach())
+        before = called(captured, 3)
+        hook = add_hook_of_all_modules(module)
+        try:
+            after = [called(captured, 1) for _ in range(3)]
+        finally:
+            hook.remove()
+        assert all(torch.equal(each, before * 2) for each in after)
+        assert torch.equal(called(captured, 1), before)
+        assert (captured.num_recordings, captured.num_replays) == (2, 3)
+
+    run_ranks(program, 1)
+
+
+@pytest.mark.parametrize("is_of_all", [False, True])
+def test_a_hook_of_an_optimizer_that_comes_later_is_refused_as_an_earlier_one(is_of_all):
     """Replays went on without it. The call after it runs as written, with the hook."""
 
+    num_ranks = 1 if is_of_all else 2
+
     def program():
-        module = wb.parallelize(filled(nn.Linear(4, 4)), "*: data | 1x2x1")
+        module = wb.parallelize(filled(nn.Linear(4, 4)), f"*: data | 1x{num_ranks}x1")
         optimizer, seen = torch.optim.SGD(module.parameters(), lr=0.1), []
         step = wb.capture(step_of(module, optimizer))
         called(step, 3)
-        hook = optimizer.register_step_post_hook(lambda *_: seen.append(1))
+        add = register_optimizer_step_post_hook if is_of_all else optimizer.register_step_post_hook
+        hook = add(lambda *_: seen.append(1))
         called(step, 1)
-        with pytest.raises(CaptureError, match="SGD has 1 step hooks of its own"):
-            called(step, 1)
-        hook.remove()
+        try:
+            with pytest.raises(CaptureError, match="SGD has 1 step hooks of its own"):
+                called(step, 1)
+        finally:
+            hook.remove()
         called(step, 2)
         assert (seen, step.num_recordings, step.num_replays) == ([1], 2, 2)
 
-    run_ranks(program)
+    run_ranks(program, num_ranks)
 
 
 def test_a_captured_step_within_another_one_is_a_part_of_it():
@@ -202,6 +233,18 @@ def test_modules_that_each_call_makes_are_no_reason_to_record_anew():
         return captured.num_recordings, captured.num_replays
 
     assert run_ranks(program, 1) == [(2, 3)]
+
+
+def test_a_module_that_each_call_makes_may_have_a_tensor_that_it_makes():
+    """The error was that the weights outlive the step."""
+
+    def program():
+        captured = wb.capture(lambda x: nn.CrossEntropyLoss(torch.tensor([1.0, 3.0]) * 2)(x, torch.tensor([0, 1])))
+        x = torch.arange(4.0).reshape(2, 2)
+        made = [captured(x) for _ in range(3)]
+        assert torch.allclose(made[2], made[0]) and captured.num_replays == 1
+
+    run_ranks(program, 1)
 
 
 def test_modules_that_change_before_each_call_are_told():

@@ -178,8 +178,8 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
     if num_hooks := count_hooks(optimizer):
         raise CaptureError(
-            f"capture: {name} has {num_hooks} step hooks of its own. A replay calls the optimizer without hooks. "
-            "Remove them, or call step() outside of the captured function."
+            f"capture: {name} has {num_hooks} step hooks of its own or of all optimizers. A replay calls none of "
+            "them. Remove them, or call step() outside of the captured function."
         )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import reprlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, repeat
@@ -41,7 +42,7 @@ class _Same:
 
 
 _LOCK = threading.Lock()
-_READERS: dict[int, tuple[Reads, frozenset[int]]] = {}
+_READERS: dict[int, tuple[dict[Key, tuple[Callable[[], Any], Any]], frozenset[int]]] = {}
 """By the thread that records (simulated ranks are threads): what it has read, and the ids of the objects."""
 _CHANGED: set[type] = set()
 """Classes whose reads are noted while a thread records."""
@@ -83,12 +84,13 @@ def read_numbers(objects: Iterable[Any] = ()) -> Iterator[Reads]:
     """Context that gives what this thread reads in it from attributes of modules and of ``objects``: numbers, strings,
     flags, lists, tuples and dicts of them (of up to 64 entries), and which tensors, functions and objects are there.
     What code takes from ``module.__dict__`` is not noticed, and nothing of an object whose class has a
-    ``__getattribute__``.
+    ``__getattribute__``, or of a module that is gone at the end: the step has made it, with what it has.
     """
-    thread, reads, objects = threading.get_ident(), Reads(), list(objects)
+    thread, objects = threading.get_ident(), list(objects)
+    reads, found = Reads(), dict[Key, tuple[Callable[[], Any], Any]]()
     with _LOCK:
         kinds = {nn.Module, *(kind for kind in map(type, objects) if "__getattribute__" not in vars(kind))} - _CHANGED
-        _READERS[thread] = reads, frozenset(map(id, objects))
+        _READERS[thread] = found, frozenset(map(id, objects))
         for kind in kinds:
             with suppress(TypeError):  # a class that is written in C, such as functools.partial, stays as it is
                 setattr(kind, "__getattribute__", _recording_reads(kind))  # noqa: B010 (mypy refuses the assignment)
@@ -100,10 +102,16 @@ def read_numbers(objects: Iterable[Any] = ()) -> Iterator[Reads]:
             del _READERS[thread]
             while not _READERS and _CHANGED:
                 del _CHANGED.pop().__getattribute__
+        reads |= {key: (of, first) for key, (held, first) in found.items() if (of := held()) is not None}
+
+
+def _held(of: Any) -> Callable[[], Any]:
+    return lambda: of
 
 
 def _recording_reads(kind: Any) -> Any:
     """The ``__getattribute__`` of a class while a step is recorded."""
+    hold: Any = weakref.ref if kind is nn.Module else _held
     never = _NEVER_NUMBERS if kind is nn.Module else {"__class__", "__dict__"}
 
     def read(of: Any, name: str) -> Any:
@@ -118,13 +126,13 @@ def _recording_reads(kind: Any) -> Any:
             value = inherited(name)
         except AttributeError:  # a number may come here later: getattr(self, "scale", 1.0)
             if not any(name in attributes.get(held, ()) for held in _HELD):
-                reads.setdefault((id(of), name), (of, None))
+                reads.setdefault((id(of), name), (hold(of), None))
             raise
         if (id(of), name) not in reads and frozen(value) is not None:
             own = attributes.get(name, _ABSENT)
             found = frozen(own)
             if found is not None or own is _ABSENT:  # one of the class may get one of its own later
-                reads[id(of), name] = of, found
+                reads[id(of), name] = hold(of), found
         return value
 
     return read

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 Hook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]
@@ -45,6 +46,8 @@ def readers_of(optimizer: Optimizer) -> list[Callable[[Optimizer], None]]:
 
 
 def count_hooks(optimizer: Optimizer) -> int:
-    """The number of an optimizer's own hooks around a step, without the exchange."""
+    """The number of hooks around a step, of this optimizer and of all optimizers, without those of this package."""
     before: dict[Any, Hook] = optimizer._optimizer_step_pre_hooks
-    return len(before) - (_EXCHANGE in before) + len(optimizer._optimizer_step_post_hooks)
+    of_all = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
+    num_others = sum(not (getattr(hook, "__module__", None) or "").startswith("workbench.") for hook in of_all)
+    return len(before) - (_EXCHANGE in before) + len(optimizer._optimizer_step_post_hooks) + num_others
