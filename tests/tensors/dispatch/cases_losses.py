@@ -79,6 +79,7 @@ def _nll(x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor, **options:
 def _regressions(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     weight = w.detach().abs() + 1
     losses = F.mse_loss(x, y, reduction="sum") + 2 * F.mse_loss(x, y) + 3 * F.mse_loss(x, y, weight=weight)
+    losses = losses + F.l1_loss(x, y, weight=weight) + F.l1_loss(x, target=y, reduction="sum", weight=weight)
     return losses + F.l1_loss(x, y) + F.l1_loss(x, y, reduction="none") + 2 * F.huber_loss(x, y, "mean", 0.5, weight)
 
 

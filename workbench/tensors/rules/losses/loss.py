@@ -5,6 +5,7 @@ Each loss has a rule for ``reduction="none"``; mean and sum are reductions of it
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn import _reduction
+from torch.overrides import handle_torch_function
 
 from workbench.core.sbp import Split, broadcast
 from workbench.tensors.conversion import from_local
@@ -20,6 +22,7 @@ from workbench.tensors.dispatch.local_call import local_call
 from workbench.tensors.dispatch.planning import as_autocast_gives
 from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.patch_table import patch
 from workbench.tensors.rules.reduction.two_stage import splits
 
 _ELEMENTWISE = (
@@ -159,3 +162,20 @@ _WRITTEN: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 for _name in (*_ELEMENTWISE, *_BY_ROWS):
     _register(_name, _WRITTEN.get(_name))
+
+
+def _handing_on_weight(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
+    num_before = tuple(inspect.signature(torchs_own).parameters).index("weight")
+
+    @functools.wraps(torchs_own)
+    def l1_loss(*args: Any, **kwargs: Any) -> Any:
+        given = [*args[:2], kwargs.get("weight", args[num_before] if len(args) > num_before else None)]
+        given += [kwargs[name] for name in ("input", "target") if name in kwargs]
+        is_global = torch._C._is_torch_function_enabled() and any(type(tensor) is GlobalTensor for tensor in given)
+        return handle_torch_function(l1_loss, given, *args, **kwargs) if is_global else torchs_own(*args, **kwargs)
+
+    return l1_loss
+
+
+if "weight" in inspect.signature(F.l1_loss).parameters:
+    patch("torch.nn.functional.l1_loss", "torch hands on no weight, so the loss would have none", _handing_on_weight)
