@@ -164,8 +164,8 @@ def init(
         rank, world_size: default to RANK and WORLD_SIZE (or Open MPI's), else to a world of one rank.
         init_method: rendezvous of torch.distributed, e.g. ``"file:///path"``. Default: that of the launcher (``env://``).
         backend: ``"gloo"`` or ``"nccl"``, also between GPUs of one host. Default: nccl for GPUs, gloo for CPUs.
-        device: the device of shards. Default: of several ranks, each the GPU of its number on its host if it has that to
-            itself, whatever ``torch.cuda.set_device`` has set; else the CPU. ``"cuda"``: the one of
+        device: the device of shards. Default: of several ranks, each takes the GPU of its number on its host if all
+            have one to themselves, whatever ``torch.cuda.set_device`` has set; else the CPU. ``"cuda"``: the one of
             ``torch.cuda.set_device``, or that of the rank's number, which ranks share where there are fewer.
         timeout_s: seconds that a rank waits for the others.
         generation: number of the world under ``init_method``, which serves several, one after the other; default how
