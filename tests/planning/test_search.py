@@ -226,6 +226,7 @@ def test_a_head_that_is_the_table_is_priced_as_an_estimate_prices_it() -> None:
     assert found.boxed_bytes == pytest.approx(again.boxed_bytes, rel=1e-9)
     assert found.step_s == pytest.approx(again.step_s, rel=1e-9)
     assert found.peak_bytes == pytest.approx(again.peak_bytes, rel=1e-9)
+    assert plan.layers["parameters"].sum() == costs.num_parameters
 
 
 def test_every_cut_into_stages() -> None:

@@ -80,6 +80,15 @@ def test_the_log_of_a_loop_says_how_its_cell_failed(failure, ending, tmp_path):
     assert last == {"run": "own loop 1", **ending} if ending else last["step"] == 1
 
 
+def test_the_log_of_a_loop_ends_with_its_session(tmp_path):
+    session = FakeSession()
+    LiveView(session, log=f"jsonl:{tmp_path}/metrics.jsonl")
+    session.listeners[0](0, block(0, (2.0,), num_steps=0))
+    session.listeners[0](-1, RunEvent("closed", 0))
+    *_, last = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert last["run"] == "own loop 1" and "session of this view is closed" in last["error"]
+
+
 def test_steps_are_written_once_after_the_cell_of_the_view_has_run_again(tmp_path):
     session, log = FakeSession(), f"jsonl:{tmp_path}/metrics.jsonl"
     views = [LiveView(session, log=log) for _ in range(2)]

@@ -9,6 +9,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from workbench.core.presets import StrategyLike
+from workbench.core.rows import count_parameters
 from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.cost.estimate import Estimate
 from workbench.cost.stage_settings import computed_in, rate_of
@@ -93,7 +94,7 @@ class Plan:
 
     @property
     def layers(self) -> pd.DataFrame:
-        """The choice of each layer, one row per layer."""
+        """The choice of each layer, one row per layer. Parameters that layers share count at the first."""
         import pandas
 
         layers = zip(self.problem.rows, self.resolved.layers, strict=True)
@@ -105,7 +106,7 @@ class Plan:
                     "parallel": layer.parallel,
                     "split": layer.split,
                     "stage": layer.stage,
-                    "parameters": row.layer.num_parameters,
+                    "parameters": count_parameters([row.layer]),
                 }
                 for row, layer in layers
             ]

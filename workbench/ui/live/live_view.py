@@ -76,6 +76,8 @@ class LiveView(widgets.VBox):
             self._hint.value = element("div", text=why, css="wb-section wb-quiet")
             self._hint.layout.display = ""
             self._has_ended = True
+            if self._is_going:
+                self._end(self._last, why)
         if self._has_ended:
             return
         if isinstance(message, StepBlock) and (message.first_step == 0 or self.live.history is None):
