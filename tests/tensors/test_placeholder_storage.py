@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 
 import workbench as wb
@@ -67,3 +71,31 @@ def test_in_place_training_of_scalars_on_other_stages_leaves_the_shared_zero() -
         assert zero() == 0.0
 
     run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("write", [lambda base, x: base.add_(x), lambda base, x: base[1:].add_(x[1:])])
+def test_a_view_has_what_is_written_to_its_base_later_in_its_history(write: Callable[[Any, Any], Any]) -> None:
+    """Backward from the view failed on the ranks outside, and the others waited for them."""
+
+    def program() -> tuple[list[float], list[float]]:
+        on_one, on_both = wb.placement(ranks=[0]), wb.placement(ranks=[0, 1])
+        w = wb.ones(4, placement=on_both, sbp=wb.sbp.split(0)).requires_grad_()
+        base = wb.zeros(4, placement=on_one, sbp=wb.sbp.broadcast)
+        view = base[:2]
+        early = view[1:]
+        write(base, (w * w).to_global(on_one, wb.sbp.broadcast))
+        assert view.requires_grad and early.requires_grad
+        (first,) = torch.autograd.grad((view * view).sum() + early.sum(), w, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), w)
+        return first.full_tensor().tolist()[1:], second.full_tensor().tolist()[1:]
+
+    assert run_ranks(program, 3) == [([6.0, 0.0, 0.0], [14.0, 0.0, 0.0])] * 3
+
+
+def test_a_tensor_may_occur_twice_in_what_is_differentiated_twice() -> None:
+    def program() -> list[float]:
+        x = wb.ones(2, placement=wb.placement(ranks=[0]), sbp=wb.sbp.broadcast).requires_grad_()
+        (first,) = torch.autograd.grad((x * x).sum(), x, create_graph=True)
+        return torch.autograd.grad(first.sum(), x)[0].full_tensor().tolist()
+
+    assert run_ranks(program) == [[2.0, 2.0]] * 2

@@ -212,10 +212,11 @@ class TensorState(Annotated):
     """The boxed views that were made from it, or share its storage, by their ids."""
 
     _history_base: Any = None
-    """Of a placeholder: the tensor that it is a view of; what is written to the view is in the base's history."""
+    """Of a placeholder: the tensor that it is a view of; what is written to one of them is in the other's history."""
+    _history_views: weakref.WeakValueDictionary[int, Any] | None = None
+    """Of a placeholder: its views, by their ids."""
     _memory_owner: TensorState | None = None
-    """Of a placeholder: what counts the writes to the memory that it shares elsewhere: a tensor, or one without its
-    history."""
+    """Of a placeholder: what counts its writes: the tensor whose memory it shares on the placement, or an alias."""
     _strides: tuple[int, ...] | None = None
     """Of a placeholder: its strides on one device, where they are known not to be those of a contiguous tensor."""
 

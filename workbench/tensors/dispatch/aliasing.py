@@ -10,6 +10,7 @@ its answer.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -278,7 +279,8 @@ def remember_placeholder_base(
     operand: GlobalTensor,
     result: Any,
 ) -> None:
-    """Remember the operand of a placeholder's views: they share no storage, so ``write_placeholder`` updates it.
+    """Remember the operand of a placeholder's views: they share no storage, so ``write_placeholder`` updates one
+    when the other is written.
 
     ``known`` keeps what ``on_one_device`` has found; ``operand`` is the base, maybe boxed.
     """
@@ -292,7 +294,10 @@ def remember_placeholder_base(
                     leaf._memory_owner = memory_owner_without_history(operand)
             else:
                 leaf._memory_owner = memory_owner(operand)
-                leaf._history_base = operand if operand._history_base is None else operand._history_base
+                base = leaf._history_base = operand if operand._history_base is None else operand._history_base
+                if base._history_views is None:
+                    base._history_views = weakref.WeakValueDictionary()
+                base._history_views[id(leaf)] = leaf
 
 
 def _inherit(result: Any, view: GlobalTensor, call: tuple[Any, Any, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -273,7 +274,9 @@ def _second_order(inputs: Sequence[torch.Tensor], keys: Sequence[int], recipe: R
                 create_graph=True,
                 allow_unused=True,
             )
-            return [None if grad is None else _FromMeta.apply(grad, device) for grad in found]
+            by_key = dict(zip(metas, found, strict=True))
+            of_each = [by_key.pop(key, None) for key in keys]  # of w * w all is the first one's
+            return [None if grad is None else _FromMeta.apply(grad, device) for grad in of_each]
 
     return gradient
 
@@ -356,10 +359,26 @@ def write_placeholder(
         if torch.is_grad_enabled() and (others or target.requires_grad) and differentiable:
             second_order = _second_order_in_place(target, others, func, args, kwargs or {})
             _PlaceholderWrite.apply(second_order, target, *others)
+            if target._history_views is not None:
+                _rebase([view for view in target._history_views.values() if view._history_base is target], target)
         count_write(target)  # all ranks cache boxings by version
     if target._history_base is not None:
         write_placeholder(target._history_base, [target._history_base, target])
     return target
+
+
+def _rebase(views: Sequence[GlobalTensor], base: GlobalTensor) -> None:
+    """Link views to the history that their base has now, as torch does where there is data."""
+    for view in views:
+        shape, is_alike = tuple(view.shape), view.dtype == base.dtype
+        recipe = partial(_spread, id(base), shape) if is_alike else None
+        of_base = _second_order([base], [id(base)], recipe, view.device)
+        _PlaceholderWrite.apply(lambda grads, of_base=of_base: (None, *of_base(grads)), view, base)
+
+
+def _spread(key: int, shape: Shape, metas: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    """What is linked to its operand as a view is."""
+    return [metas[key].sum().expand(shape)]
 
 
 def _second_order_in_place(target: GlobalTensor, others: list[Any], func: Any, args: Any, kwargs: Any) -> Any:
