@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
 import torch
 
 from workbench.core.sbp import Split
+from workbench.kernels.launch import identity_element
 from workbench.tensors.dispatch.local_call import on_shards, sum_terms
 from workbench.tensors.dispatch.placeholder_calls import autocast_state
 from workbench.tensors.dispatch.registry import Call, Resolution, composite, normalize_dims, rule, term
@@ -18,10 +20,17 @@ from workbench.tensors.rules.reduction.variance import LOW_PRECISION
 
 
 def _scan(
-    scan: Any, total: Any, input: Any, dim: Any = None, *, dtype: torch.dtype | None = None, out: Any = None
+    scan: Any,
+    total: Any,
+    neutral: float,
+    input: Any,
+    dim: Any = None,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Any = None,
 ) -> Any:
     """``scan`` along a split dim. ``total`` reduces a shard to the row from which later shards start. Both may return
-    a wider dtype, as torch's do of integers.
+    a wider dtype, as torch's do of integers. ``neutral`` changes nothing under it.
     """
     if out is not None or type(input) is not GlobalTensor or not isinstance(dim, int) or not input._spec.shape:
         return NotImplemented
@@ -39,8 +48,13 @@ def _scan(
     number = shard_number(x, dim)
 
     def add_before(t: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        joined = torch.cat([before.narrow(dim, 0, number), t], dim)
-        return scan(joined, dim).to(result_dtype).narrow(dim, number, t.shape[dim]).contiguous()
+        # All rows on all ranks: torch's gradients do not depend on what is empty, or one element alone, and second
+        # gradients are exchanged in the order of their dependences.
+        num_rows = before.shape[dim]
+        is_later = torch.arange(num_rows, device=t.device) >= number
+        is_later = is_later.reshape([-1 if d == dim else 1 for d in range(t.dim())])
+        joined = torch.cat([before.masked_fill(is_later, neutral), t], dim)
+        return scan(joined, dim).to(result_dtype).narrow(dim, num_rows, t.shape[dim]).contiguous()
 
     out_spec = [(stages.layout, x._spec.shape, result_dtype)]
     return on_shards(add_before, [x, rows], [stages.layout, stages.gathered], out_spec, "cumsum")[0]
@@ -67,8 +81,9 @@ def shard_number(x: GlobalTensor, dim: int) -> int:
     return number
 
 
-for _name, _total in (("cumsum", torch.sum), ("cumprod", torch.prod), ("logcumsumexp", torch.logsumexp)):
-    composite(_name)(partial(_scan, getattr(torch, _name), _total))
+composite("cumsum")(partial(_scan, torch.cumsum, torch.sum, 0.0))
+composite("cumprod")(partial(_scan, torch.cumprod, torch.prod, 1.0))
+composite("logcumsumexp")(partial(_scan, torch.logcumsumexp, torch.logsumexp, -math.inf))
 
 
 def _extremes(name: str, input: Any, dim: Any = None, *, out: Any = None) -> Any:
@@ -84,6 +99,9 @@ def _extremes(name: str, input: Any, dim: Any = None, *, out: Any = None) -> Any
     start = sum(shard_sizes(x, dim)[:number])
     filled = filled_shards(x, dim)
     earlier = [n for n in (range(number) if filled is None else filled) if n < number]
+    kept_rows = earlier or [0]  # a first rank depends on the others' rows as they do, see _scan
+
+    lowest = identity_element(x.dtype, name.removeprefix("cum"))
 
     def last(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if t.shape[dim] == 0:
@@ -93,13 +111,15 @@ def _extremes(name: str, input: Any, dim: Any = None, *, out: Any = None) -> Any
         return values.narrow(dim, t.shape[dim] - 1, 1), indices.narrow(dim, t.shape[dim] - 1, 1) + start
 
     def add_before(t: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        chosen = torch.tensor(earlier, dtype=torch.int64, device=t.device)
-        joined = torch.cat([rows.index_select(dim, chosen), t], dim)
+        chosen = torch.tensor(kept_rows, dtype=torch.int64, device=t.device)
+        before = rows.index_select(dim, chosen)
+        before = before if earlier else before.masked_fill(torch.ones_like(before, dtype=torch.bool), lowest)
+        joined = torch.cat([before, t], dim)
         own = torch.arange(start, start + t.shape[dim], device=t.device)
         own = own.reshape([-1 if d == dim else 1 for d in range(t.dim())]).expand(t.shape)
         origin = torch.cat([places.index_select(dim, chosen), own], dim)
         values, indices = scan(joined, dim)
-        kept = [part.narrow(dim, len(earlier), t.shape[dim]) for part in (values, origin.gather(dim, indices))]
+        kept = [part.narrow(dim, len(kept_rows), t.shape[dim]) for part in (values, origin.gather(dim, indices))]
         return kept[0].contiguous(), kept[1].contiguous()
 
     pair = gathered_rows(x, stages, last, [x.dtype, torch.int64], name)
