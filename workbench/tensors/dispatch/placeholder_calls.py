@@ -368,8 +368,10 @@ def write_placeholder(
 
 
 def _rebase(views: Sequence[GlobalTensor], base: GlobalTensor) -> None:
-    """Link views to the history that their base has now, as torch does where there is data."""
-    for view in views:
+    """Link views to the history that their base has now, as torch does where there is data. It refuses those that were
+    made without gradients when they are used.
+    """
+    for view in (view for view in views if not (view.is_leaf and view.requires_grad)):
         shape, is_alike = tuple(view.shape), view.dtype == base.dtype
         recipe = partial(_spread, id(base), shape) if is_alike else None
         of_base = _second_order([base], [id(base)], recipe, view.device)
