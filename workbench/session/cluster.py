@@ -186,20 +186,16 @@ class Session:
         hear = self._notify_subscribers
         listener = OutputListener(targets, self.num_engines, show, merge, log, hear, show_unfinished, show_bars)
         started_s = time.monotonic()
-        has_begun, name, reason = False, label or "a cell", "the notebook broke the cell off"
-
-        def send(_live: Engines) -> Request:
-            nonlocal has_begun
-            has_begun = True
-            return self._pool.execute(targets, code, tag)
-
+        waiting, reason = [tag], "the notebook broke the cell off"
+        execute = self._pool.execute  # it is sent again if an engine ends just then
+        send, name = lambda _live: execute(targets, code, waiting.pop() if waiting else tag), label or "a cell"
         try:
             outcome = self._perform(send, targets, listener, timeout, name)
             listener.finish()
             reason = outcome.reason
         finally:
             log.close()
-            if has_begun:  # else another cell may run, whose end this is not
+            if not waiting:  # else another cell may run, whose end this is not
                 self._notify_subscribers(-1, RunEvent("ended", 0, reason))
         raise_unless_ok(outcome, "cell", timeout)
         self._setup.record(cell, code, targets if len(targets) < self.num_engines else None, setup)
@@ -338,53 +334,31 @@ class Session:
 
         Raises:
             SessionError: the engines end with this notebook, because they were started without ``keep=True``; or the
-                disk is full. Then the session is as it was.
+                disk is full, and the session is as it was.
         """
         if not self.keep:
             raise SessionError(
                 "Session.detach(): these engines watch this notebook and end with it. Only engines started with "
                 "keep=True (%workbench start --keep) can go on without it."
             )
-        if self._is_ours:
-            try:
-                self._folder.release()
-            except OSError as error:
-                raise SessionError(
-                    f"Session.detach(): cannot write to {self._folder.path} ({error.strerror}), where other notebooks "
-                    "would read that these engines are free. The session is as it was. Make room and detach again; or "
-                    "end this notebook, which frees them too."
-                ) from error
-            self._leave()
-
-    def _leave(self) -> None:
-        if self._forget():
+        if self._forget(self._folder.release):
             self._pool.detach()
             self._notify_subscribers(-1, RunEvent("closed", 0))
 
     def _end(self) -> None:
         """End the session when the notebook or the context ends."""
-        if self.keep:
-            try:
-                self.detach()
-            finally:
-                self._leave()
-        else:
-            self.close()
+        (self.detach if self.keep else self.close)()
 
     def _make_current(self) -> None:
         _open.append(self)
         user_modules.loaded()
         offer_magics()
 
-    @property
-    def _is_ours(self) -> bool:
-        """Whether it has not ended, and does not belong to another process (a fork)."""
-        return not self._closed and os.getpid() == self._owner_pid
-
-    def _forget(self) -> bool:
-        """Mark this session as ended; False if it was no longer ours."""
-        if not self._is_ours:
+    def _forget(self, release: Callable[[], None] = lambda: None) -> bool:
+        """Mark this session as ended; False if it has ended before, or belongs to another process (a fork)."""
+        if self._closed or os.getpid() != self._owner_pid:
             return False
+        release()
         self._closed = True
         _open[:] = [each for each in _open if each is not self]
         atexit.unregister(self._end)

@@ -207,8 +207,19 @@ class SessionFolder:
         )
 
     def release(self) -> None:
-        """Leave the session to another notebook."""
-        self._write(owner=None, notebook="")
+        """Leave the session to another notebook.
+
+        Raises:
+            SessionError: the disk is full, for example.
+        """
+        try:
+            self._write(owner=None, notebook="")
+        except OSError as error:
+            raise SessionError(
+                f"Session.detach(): cannot write to {self.path} ({error.strerror}), where other notebooks read which "
+                "engines are free. The session is as it was. Make room and detach again; or end this notebook, which "
+                "frees them too."
+            ) from error
 
     def claim(self) -> ProcessId | None:
         """Become the owner of a session that has none. Returns the owner where another process has the session."""
