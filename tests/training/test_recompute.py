@@ -154,53 +154,6 @@ def test_a_tower_with_dropout_saves_less_and_gives_the_same_gradients(strategy):
         torch.testing.assert_close(ours, grads, rtol=1e-5, atol=1e-7)
 
 
-def test_statistics_of_batch_norm_are_written_once():
-    class Stem(nn.Module):
-        def __init__(self):
-            super().__init__()
-            part = lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))  # noqa: E731
-            self.parts, self.head = nn.Sequential(part(), part()), nn.Linear(16, 10)
-
-        def forward(self, x):
-            return self.head(self.parts(x))
-
-    torch.manual_seed(0)
-    models = [Stem() for _ in range(3)]
-    for model in models[1:]:
-        model.load_state_dict(models[0].state_dict())
-    inputs, targets = batch_for("mlp")
-
-    def run(model):
-        for _ in range(2):
-            F.cross_entropy(model(inputs), targets).backward()
-        return [b.full_tensor() if hasattr(b, "full_tensor") else b for b in model.buffers()]
-
-    expected = run(models[2])
-    for found in run_ranks(lambda rank: run(wb.parallelize(models[rank], "*: data | recompute")), 2):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_block_that_runs_again_writes_the_same_to_its_parameters(momentum):
-    class Centered(nn.Sequential):
-        def __init__(self):
-            super().__init__(nn.Linear(16, 16))
-            self.center = nn.Parameter(torch.zeros(16), requires_grad=False)
-
-        def forward(self, x):
-            self.center.data.mul_(momentum).add_(x.detach().mean(0))
-            return super().forward(x - self.center)
-
-    model, (inputs, targets) = nn.Sequential(Centered(), Centered(), nn.Linear(16, 10)), batch_for("mlp")
-
-    def program():
-        parallel = wb.parallelize(copy.deepcopy(model), "*: data | recompute")
-        F.cross_entropy(parallel(inputs), targets).backward()
-
-    with pytest.raises(StrategyError, match=r"1 of 3 parameters.* register_buffer") if momentum else nullcontext():
-        run_ranks(program, 2)
-
-
 def test_copies_undoing_and_evaluation():
     models = towers(2)
     ids = torch.arange(60).reshape(6, 10) % 10

@@ -365,13 +365,9 @@ class Session:
         return True
 
     def _perform(
-        self,
-        send: Callable[[Engines], Request],
-        targets: Sequence[int],
-        listener: OutputListener,
-        timeout_s: float | None = None,
-        label: str = "",
-    ) -> Outcome:
+        self, send: Callable[[Engines], Request], targets: Sequence[int], listener: OutputListener,
+        timeout_s: float | None = None, label: str = "",
+    ) -> Outcome:  # fmt: skip
         with self._requests.exclusive(on_wait=self.report_wait):
             return self._pool.follow(self._pool.send(targets, send), listener, timeout_s, label=label, is_users=True)
 

@@ -61,8 +61,9 @@ class Spec:
     @property
     def is_whole_everywhere(self) -> bool:
         """Whether every rank of the world holds the whole tensor."""
-        size = self.world.world_size
-        return size == 1 or (self.layout.is_broadcast and self.layout.placement.num_ranks == size)
+        return (size := self.world.world_size) == 1 or (
+            self.layout.is_broadcast and self.layout.placement.num_ranks == size
+        )
 
     @property
     def dual(self) -> Spec:
