@@ -61,9 +61,8 @@ class Spec:
     @property
     def is_whole_everywhere(self) -> bool:
         """Whether every rank of the world holds the whole tensor."""
-        return (size := self.world.world_size) == 1 or (
-            self.layout.is_broadcast and self.layout.placement.num_ranks == size
-        )
+        num_ranks = self.layout.placement.num_ranks if self.layout.is_broadcast else 1
+        return num_ranks == self.world.world_size
 
     @property
     def dual(self) -> Spec:
@@ -185,8 +184,7 @@ class TensorState(Annotated):
     """Of a parameter: its place in an order that all ranks have; an optimizer may list the same ones in another."""
 
     _writes: Writes | None = None
-    """Of a placeholder: all writes to its memory, if somebody has read or set ``.data``. Other tensors have this in
-    their storage (see ``keep_writes``)."""
+    """Of a placeholder whose ``.data`` was read or set: its writes, which others have in storage (``keep_writes``)."""
     _memory: object | None = None
     """Stands for the memory that it was last given by ``.data``, on every rank (see ``memory_of``)."""
     _boxings: dict[tuple[Layout, Any], Any] | None = None
