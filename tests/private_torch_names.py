@@ -119,11 +119,17 @@ torch.nn.Module._non_persistent_buffers_set
 torch.nn.Module._parameters
 torch.nn.MultiheadAttention._reset_parameters
 torch.nn.modules.batchnorm._NormBase
+torch.nn.modules.module._global_backward_hooks
+torch.nn.modules.module._global_backward_pre_hooks
+torch.nn.modules.module._global_forward_hooks
+torch.nn.modules.module._global_forward_pre_hooks
 torch.nn.modules.transformer._detect_is_causal_mask
 torch.optim.Optimizer._optimizer_state_dict_post_hooks
 torch.optim.Optimizer._optimizer_step_code
 torch.optim.Optimizer._optimizer_step_post_hooks
 torch.optim.Optimizer._optimizer_step_pre_hooks
+torch.optim.optimizer._global_optimizer_post_hooks
+torch.optim.optimizer._global_optimizer_pre_hooks
 
 # Tensors without data, and the compiler
 torch._C._ensureCUDADeviceGuardSet

@@ -97,6 +97,7 @@ class Comparison:
         if has_changed:
             self._refuse_old_code()
             missing = list(range(len(has_job)))
+            self.job.begun.clear()  # the new code may make other weights
         if missing:
             prepared = self._on_engines(training_on_engine.keep_job, self.key, self.job, ranks=missing)
             self._num_threads = max(engine.num_threads for engine in prepared)

@@ -48,6 +48,6 @@ def readers_of(optimizer: Optimizer) -> list[Callable[[Optimizer], None]]:
 def count_hooks(optimizer: Optimizer) -> int:
     """The number of hooks around a step, of this optimizer and of all optimizers, without those of this package."""
     before: dict[Any, Hook] = optimizer._optimizer_step_pre_hooks
-    of_all = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
+    of_all = [hook for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks) for hook in hooks.values()]
     num_others = sum(not (getattr(hook, "__module__", None) or "").startswith("workbench.") for hook in of_all)
     return len(before) - (_EXCHANGE in before) + len(optimizer._optimizer_step_post_hooks) + num_others
