@@ -37,14 +37,14 @@ def test_a_session_that_cannot_be_detached_is_as_it_was(tmp_path, monkeypatch):
 
 def test_a_cell_that_has_not_begun_ends_no_live_view(tmp_path, monkeypatch):
     """It was interrupted while it waited for a cell of another thread, whose loop goes on."""
-    session, heard = bare_session(tmp_path, tag=lambda *_, **__: SimpleNamespace(run=1), execute=None), []
+    session, heard = bare_session(tmp_path, tag=lambda *_, **__: SimpleNamespace(run=1)), []
     session.subscribe(lambda rank, message: heard.append(message))
 
-    def interrupt(*_args):
+    def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session, "_perform", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(session, "report_wait", interrupt)
+    with session._requests.exclusive(), pytest.raises(KeyboardInterrupt):
         session.run_cell("1 + 1")
     assert heard == []
     session._forget()

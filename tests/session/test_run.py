@@ -76,7 +76,6 @@ def test_a_cell_that_an_interrupt_ends_after_the_last_reply_has_ended_for_subscr
     """The live view of its loop lacked its last steps, and the log stayed open."""
     session, heard = Session.__new__(Session), []
     pool: Any = Mock(num_engines=1, tag=Mock(return_value=CellTag(1, True)), follow=Mock(side_effect=KeyboardInterrupt))
-    pool.send = lambda targets, request: request(pool.live)
     session._use(pool, SessionFolder(tmp_path), keep=False)
     session.subscribe(lambda rank, event: heard.append((rank, event)))
     with pytest.raises(KeyboardInterrupt):

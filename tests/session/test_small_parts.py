@@ -211,7 +211,7 @@ def test_a_run_that_begins_while_its_session_is_closed_ends(monkeypatch):
 
     monkeypatch.setattr(engine_pool, "Run", Slow)
     outcome = pool.follow(Request((0, 1)), NullListener(), timeout_s=20.0)
-    assert set(outcome.dead) == {0, 1}
+    assert set(outcome.dead) == {0, 1} and outcome.reason == "closed"
     told = "The session was closed, or left to another notebook, while ranks 0-1 ran this call."
     assert str(cell_error(outcome, "call")) == told, "detached engines are alive, and no cell starts them again"
 

@@ -13,7 +13,7 @@ from typing import Any
 from workbench.core.metrics import RunEvent
 from workbench.errors import NotStartedError, SessionError
 from workbench.session import engine, protocol, user_modules
-from workbench.session.adapter import Engines, Request
+from workbench.session.adapter import Engines
 from workbench.session.engine_pool import EnginePool
 from workbench.session.notebook_imports import offer_magics
 from workbench.session.outcome import CellResult, Outcome
@@ -186,17 +186,18 @@ class Session:
         hear = self._notify_subscribers
         listener = OutputListener(targets, self.num_engines, show, merge, log, hear, show_unfinished, show_bars)
         started_s = time.monotonic()
-        waiting, reason = [tag], "the notebook broke the cell off"
-        execute = self._pool.execute  # it is sent again if an engine ends just then
-        send, name = lambda _live: execute(targets, code, waiting.pop() if waiting else tag), label or "a cell"
+        reason = "the notebook broke the cell off"
         try:
-            outcome = self._perform(send, targets, listener, timeout, name)
+            with self._requests.exclusive(on_wait=self.report_wait):
+                try:
+                    request = self._pool.send(targets, lambda _live: self._pool.execute(targets, code, tag))
+                    outcome = self._pool.follow(request, listener, timeout, label=label or "a cell", is_users=True)
+                    reason = outcome.reason
+                finally:  # within its turn: outside of it, this would end another cell's live view
+                    self._notify_subscribers(-1, RunEvent("ended", 0, reason))
             listener.finish()
-            reason = outcome.reason
         finally:
             log.close()
-            if not waiting:  # else another cell may run, whose end this is not
-                self._notify_subscribers(-1, RunEvent("ended", 0, reason))
         raise_unless_ok(outcome, "cell", timeout)
         self._setup.record(cell, code, targets if len(targets) < self.num_engines else None, setup)
         ordered = [outcome.values.get(rank) for rank in targets]
@@ -364,13 +365,6 @@ class Session:
         atexit.unregister(self._end)
         return True
 
-    def _perform(
-        self, send: Callable[[Engines], Request], targets: Sequence[int], listener: OutputListener,
-        timeout_s: float | None = None, label: str = "",
-    ) -> Outcome:  # fmt: skip
-        with self._requests.exclusive(on_wait=self.report_wait):
-            return self._pool.follow(self._pool.send(targets, send), listener, timeout_s, label=label, is_users=True)
-
     def report_wait(self) -> None:
         """Say what a request waits for."""
         busy = ", ".join(sorted(run.label for run in list(self._pool.active) if run.label)) or "another request"
@@ -379,7 +373,9 @@ class Session:
     def _call(self, targets: Sequence[int], fn: Callable[..., Any], arguments: tuple, what: str) -> list[Any]:
         listener = OutputListener(targets, self.num_engines)
         tag = self._pool.tag(targets, label=what)
-        outcome = self._perform(lambda live: live.apply(targets, fn, arguments, tag), targets, listener, label=what)
+        with self._requests.exclusive(on_wait=self.report_wait):
+            request = self._pool.send(targets, lambda live: live.apply(targets, fn, arguments, tag))
+            outcome = self._pool.follow(request, listener, label=what, is_users=True)
         raise_unless_ok(outcome, what)
         return [outcome.replies[rank] for rank in targets]
 

@@ -54,7 +54,7 @@ class Outcome:
         """Why it failed, in one line: the error of a rank before what ended the others. Empty if it has not failed."""
         own = [(one.time_s, rank, one) for rank, one in self.failures.items() if not one.was_stopped]
         causes = [f"rank {rank}: {one.kind}: {one.message}" for _, rank, one in sorted(own, key=lambda each: each[:2])]
-        causes += [f"rank {rank}: {how}" for rank, how in sorted(self.dead.items())]
+        causes += [f"rank {rank}: {how}" for rank, how in sorted(self.dead.items()) if self.stop_reason != "closed"]
         return next(iter(causes), self.stop_reason or self.unlike_counts)
 
     @property
