@@ -134,7 +134,7 @@ def transformer_strategy(
     if not num_stages:
         raise StrategyError(
             f"{model.layers} layers in stages of {layers_per_stage} on {pipeline} ranks: every rank takes the same "
-            f"number of stages, so layers must be a multiple of {layers_per_stage} x {pipeline}, or 2 less."
+            f"number of stages, so layers must be a multiple of {layers_per_stage} x {pipeline}, or at most 2 less."
         )
     sizes = _stage_sizes(model.layers, num_stages)
     stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]

@@ -23,9 +23,9 @@ from workbench.units import counted, format_ranks
 def choose(device: str | torch.device | None, rank: int, world_size: int) -> torch.device:
     """The device that a rank would take; None where nobody names one.
 
-    A GPU without a number is the one that the program has made the present one, as ``torch.cuda.set_device(2)`` does,
-    else the one of the rank's number on its host: torch's present one is ``cuda:0`` in every process. So is the device
-    of a rank that is alone.
+    A GPU without a number is the one that the program has set (``torch.cuda.set_device(2)``). Number 0 counts as not
+    set: torch begins with it in every process, and the rank takes the one of its number on its host. The same holds for
+    a rank that is alone and names no device.
     """
     named = torch.device("cuda" if device is None else device)
     if named != torch.device("cuda"):

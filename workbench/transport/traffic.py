@@ -75,8 +75,8 @@ class DeviceClock:
     def _queue_event(self) -> QueuedTime:
         if self._is_recorded():
             raise CaptureError(
-                "torch.cuda.graph: an exchange between ranks, or a clock, comes in 1 stream that a graph records. "
-                "A graph repeats kernels, not what the ranks' processes do for an exchange. Use "
+                "torch.cuda.graph: an exchange between ranks, or a clock, comes while a graph is recorded. It would "
+                "repeat kernels only, not what the ranks' processes do for an exchange. Use "
                 'wb.capture(step, backend="cudagraphs"), which makes graphs of what lies between exchanges.'
             )
         if self._known is None or time.perf_counter() - self._known.time_s > _KNOWN_FOR_S:

@@ -104,10 +104,9 @@ def disarm_torch() -> None:
     the environment stays.
     """
     os.environ.setdefault(*_DUMP_WAIT)
-    by_torchrun = _TORCHRUN_SETS[0] if dist.is_torchelastic_launched() else ""
+    if dist.is_torchelastic_launched() and _TORCHRUN_SETS in os.environ.items():
+        del os.environ[_TORCHRUN_SETS[0]]
     for name, value in _TORCH_SETTINGS.items():
-        if name == by_torchrun and os.environ.get(name) == _TORCHRUN_SETS[1]:
-            os.environ[name] = value
         if os.environ.setdefault(name, value) != value:
             _log.warning(
                 "%s=%s: a call over NCCL that hangs may end this process with its variables. The workbench needs %s to "
