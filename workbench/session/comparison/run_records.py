@@ -88,21 +88,17 @@ def segments_of(
 
 def samples_per_s(times_s: Sequence[float], samples: Sequence[int], batch_size: int) -> float:
     """The rate of the median step after warm-up: of its ``samples``, fewer than ``batch_size`` at an epoch's end."""
-    return statistics.median(_warm(samples or [batch_size])) / statistics.median(_warm(times_s))
-
-
-def _has_warm(steps: Sequence[float]) -> bool:
-    return len(steps) > WARM_UP_STEPS + 1
+    median = statistics.median
+    return median(_warm(samples) or samples or [batch_size]) / median(_warm(times_s) or times_s)
 
 
 def _warm(steps: Sequence[float]) -> Sequence[float]:
-    """Those after warm-up; all where there are no others."""
-    return steps[WARM_UP_STEPS + 1 :] if _has_warm(steps) else steps
+    return steps[WARM_UP_STEPS + 1 :]
 
 
 def _speedup(rate: float, times_s: Sequence[float], reference: RankResult | None, batch_size: int) -> float | None:
     """Over the one-device run; None without one, and where only one of the two has steps after warm-up."""
-    if reference is None or _has_warm(times_s) != _has_warm(reference.step_times_s):
+    if reference is None or bool(_warm(times_s)) != bool(_warm(reference.step_times_s)):
         return None
     return rate / samples_per_s(reference.step_times_s, reference.samples, batch_size)
 

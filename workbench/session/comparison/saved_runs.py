@@ -36,10 +36,9 @@ _PENDING = "has not finished: it still runs, or its notebook ended before it did
 def default_folder() -> Path:
     """``$WORKBENCH_RUNS``, else ``workbench/runs`` among the user's data."""
     chosen = os.environ.get(FOLDER_VARIABLE)
-    if chosen:
-        return Path(chosen).expanduser()
-    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(data).expanduser() / "workbench" / "runs"
+    if not chosen:
+        chosen = os.path.join(os.environ.get("XDG_DATA_HOME") or "~/.local/share", "workbench", "runs")
+    return Path(chosen).expanduser().absolute()
 
 
 class SavedRuns:
@@ -57,7 +56,7 @@ class SavedRuns:
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self.folder = (Path(folder).expanduser() if folder is not None else default_folder()).absolute()
+        self.folder = Path(folder).expanduser().absolute() if folder is not None else default_folder()
         self._has_warned = False
 
     @classmethod
@@ -68,7 +67,7 @@ class SavedRuns:
     @property
     def code(self) -> str:
         """The call that gives these runs."""
-        return f"wb.draw.SavedRuns({'' if self.folder == default_folder().absolute() else repr(str(self.folder))})"
+        return f"wb.draw.SavedRuns({'' if self.folder == default_folder() else repr(str(self.folder))})"
 
     def __repr__(self) -> str:
         return f"SavedRuns({str(self.folder)!r}): {len(self.ids())} runs"
