@@ -329,7 +329,7 @@ class Panel(widgets.VBox):
         """
         self._failures.clear()  # what the user tried before
         if self._no_run:
-            raise SessionError(f"panel.run(): {self._no_run}")
+            raise SessionError(f"No run can begin: {self._no_run}")
         return self._editor.wanted()
 
     def estimate(self) -> Estimate | None:
