@@ -38,7 +38,7 @@ class RequestQueue:
         Args:
             ticket: default: a new one.
             on_wait: called if another request runs or waits before this one.
-            check: called every second while it waits; raises an error to wait no longer.
+            check: called five times a second while it waits; raises an error to wait no longer.
         """
         own = object() if ticket is None else ticket
         try:
@@ -51,7 +51,7 @@ class RequestQueue:
             with self._condition:
                 while self._queue[0] is not own:
                     check()
-                    self._condition.wait(timeout=1.0)
+                    self._condition.wait(timeout=0.2)
             yield
         finally:
             with self._condition, suppress(ValueError):
