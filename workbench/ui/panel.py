@@ -15,7 +15,6 @@ from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
 from workbench.cost.estimate import Estimate
 from workbench.cost.hardware import Hardware
-from workbench.errors import SessionError
 from workbench.session.cluster import Session
 from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.session.scripts import script
@@ -143,7 +142,6 @@ class Panel(widgets.VBox):
         predictor.costs, predictor.problem = costs, predictor.problem if session else "costs of the layers: not known"
         samples = None if offline_trainer.is_shape(dataset) else dataset
         self._job: dict[str, Any] = {"model_fn": model_fn, "dataset": samples, "loss_fn": loss_fn, **options}
-        self._no_run = offline_trainer.NO_ENGINES if is_offline else ""
         self._failures = Failures()
         guard = self._failures.guard
         callbacks = PanelCallbacks(
@@ -163,7 +161,7 @@ class Panel(widgets.VBox):
                 on_run=self._on_run,
                 on_theme=self._on_page,
                 on_change=self._copy.keep,
-                no_run=self._no_run,
+                no_run=offline_trainer.NO_ENGINES if is_offline else "",
                 calibrate=None if session is None else lambda: offline_trainer.measured(session),
                 count=offline_trainer.sent_counter(*job, batch_size, None if session else predictor.machine),
                 script=self.script,
@@ -202,7 +200,6 @@ class Panel(widgets.VBox):
     def _on_message(self, _rank: int, message: object) -> None:
         """Handle the session's message that it is closed, or has other engines."""
         if why := panel_texts.why_ended(message, "panel", "run the cell that makes the panel once more"):
-            self._no_run = why
             self._editor.forbid_runs(why)
 
     def _bar(self) -> widgets.VBox:
@@ -321,15 +318,8 @@ class Panel(widgets.VBox):
     # ---- callbacks of the runs -------------------------------------------------------------------
 
     def wanted(self) -> tuple[Strategy, str]:
-        """The panel's strategy and its name, for each way to start a run.
-
-        Raises:
-            SessionError: the panel has no engines, or its session has other ones now.
-            StrategyError: it lists all mistakes.
-        """
+        """The panel's strategy and its name; raises as ``StrategyEditor.wanted``."""
         self._failures.clear()  # what the user tried before
-        if self._no_run:
-            raise SessionError(f"No run can begin: {self._no_run}")
         return self._editor.wanted()
 
     def estimate(self) -> Estimate | None:
@@ -372,7 +362,7 @@ class Panel(widgets.VBox):
     def _on_page(self, colours: Palette) -> None:
         """Handle a page that shows the panel, or that has another theme."""
         self._runs_section.live.use(colours)
-        if not self._no_run:
+        if not self._is_offline:
             self._runs_section.live.prepare()
 
     def _static_bundle(self) -> dict[str, str]:

@@ -19,7 +19,7 @@ from workbench.core.rows import Layer, Row
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate, SentBytes
 from workbench.cost.hardware import Hardware
-from workbench.errors import StrategyError, WorkbenchError
+from workbench.errors import SessionError, StrategyError, WorkbenchError
 from workbench.planning.plan import Plan
 from workbench.session.comparison.subject import function_name
 from workbench.session.on_engine.tensor_html import tensor_html
@@ -120,13 +120,16 @@ class StrategyEditor:
         return self.state.strategy
 
     def wanted(self) -> tuple[Strategy, str]:
-        """The strategy and its name.
+        """The strategy and its name, for each way to start a run.
 
         Raises:
+            SessionError: the panel has no engines, or its session has other ones now.
             StrategyError: the text does not parse, the strategy has mistakes, all of which are listed, or it is for
                 another number of ranks.
         """
         with self._lock:
+            if self._no_run:
+                raise SessionError(f"No run can begin: {self._no_run}")
             if self._other_ranks:
                 raise StrategyError(f"panel.run(): {self._other_ranks}")
             strategy = self.strategy
