@@ -137,3 +137,34 @@ def test_an_export_removes_weights_of_exports_only(tmp_path):
         Path(tmp_path / name).touch()
     wb.checkpoint.export_safetensors(nn.Linear(2, 2), tmp_path)
     assert sorted(os.listdir(tmp_path)) == sorted([*mine, "model.safetensors"])
+
+
+def test_a_file_system_that_answers_late_is_asked_again(tmp_path, monkeypatch):
+    """NFS remembers on each host that a name was not there, until a directory above is opened. The first save into a
+    directory that another host had made was refused, and later ones took half a minute.
+    """
+    opened, scandir, is_dir, exists = set(), os.scandir, Path.is_dir, Path.exists
+
+    def open_folder(path="."):
+        opened.add(str(path))
+        return scandir(path)
+
+    def is_seen(path):
+        return is_dir(path) and (wb.rank() == 0 or str(tmp_path) in opened)
+
+    def is_there(path):
+        assert not path.name.endswith((".written", ".failed"))
+        return exists(path)
+
+    def program():
+        wb.barrier()
+        opened.clear()
+        wb.barrier()
+        wb.checkpoint.save(tmp_path / "runs" / "gpt", x=torch.ones(3))
+
+    monkeypatch.setattr(os, "scandir", open_folder)
+    monkeypatch.setattr(Path, "is_dir", is_seen)
+    monkeypatch.setattr(Path, "exists", is_there)
+    run_ranks(program, 2)
+    monkeypatch.undo()
+    assert value_at(tmp_path / "runs" / "gpt") == 1

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -230,6 +231,9 @@ def _common_folder(path: Path, world: World, what: str) -> Path:
     """The directory in which a save writes: rank 0 makes it, and all ranks see it. All ranks call it."""
 
     def check_seen() -> None:
+        for above in folder.parents[::-1] if not folder.is_dir() else ():
+            with suppress(OSError):
+                os.scandir(above).close()  # NFS asks its server; for a name it answers from 30 s before
         if not folder.is_dir():
             raise CheckpointError(
                 f"save: rank {world.rank} does not see {folder}, which rank 0 has made. All ranks write into one "
