@@ -109,6 +109,24 @@ def test_a_python_that_cannot_run(elsewhere, python, problem):
         make_profile.ssh_profile("good", 2, python)
 
 
+def test_hosts_are_asked_by_the_protocol_that_engines_use(elsewhere):
+    """ssh prefers IPv6. A host that has both was said to be behind a firewall: this machine listens on IPv4."""
+    (elsewhere / "ssh").write_text(
+        SSH.replace("for word", 'case "$*" in *AddressFamily=inet*) ;; *) exit 255 ;; esac\nfor word')
+    )
+    assert make_profile.ssh_profile("good", 2).num_engines == 2
+
+
+@pytest.mark.parametrize(("nodes", "address"), [(["here", "far"], "10.0.0.2"), (["here"], "127.0.0.1"), ([], "*")])
+def test_the_controller_listens_towards_another_node(elsewhere, monkeypatch, nodes, address):
+    """A machine's own name may lead to its loopback, as in Debian's /etc/hosts: engines elsewhere found nothing."""
+    (elsewhere / "sinfo").write_text("#!/bin/sh\n" + "".join(f"echo {node}\n" for node in nodes))
+    monkeypatch.setattr(make_profile.socket, "gethostbyname", {"here": "127.0.1.1", "far": "10.0.0.9"}.__getitem__)
+    towards = {"127.0.1.1": "127.0.0.1", "10.0.0.9": "10.0.0.2"}
+    monkeypatch.setattr(make_profile, "address_towards", towards.__getitem__)
+    assert read(make_profile.slurm_profile("nodes=2", 4)).Cluster.controller_ip == address
+
+
 def test_other_versions_and_a_port_that_is_closed(elsewhere, monkeypatch):
     facts = ask_hosts(["good"])[0]
     assert facts.back == "" and abs(facts.clock_s) < 10 and facts.port and not make_profile._problems(facts)

@@ -18,6 +18,8 @@ from workbench.session.processes.gpus import NO_GPU
 
 PACKAGES = ("workbench", "torch", "ipyparallel", "ipykernel")
 _TIMEOUT_S = 30.0
+_IPV4 = ["-o", "AddressFamily=inet"]
+"""ssh prefers IPv6 where it can. Engines connect to the addresses of this connection, by IPv4."""
 # Any Python 3 runs it. It connects back to this machine, as engines will.
 _PROGRAM = """
 import json, os, platform, socket, subprocess, sys, time
@@ -62,7 +64,7 @@ _FIXES = {
     "Permission denied": "Let your key in: ssh-copy-id {host}",
     "Host key verification failed": "Accept its key once by hand: ssh {host}",
     "IDENTIFICATION HAS CHANGED": "If the host was set up anew: ssh-keygen -R {host}, then ssh {host}",
-    "resolve hostname": "Correct the name, or add it to ~/.ssh/config or /etc/hosts",
+    "resolve hostname": "Correct the name, or add it with an IPv4 address to ~/.ssh/config or /etc/hosts",
     "Connection refused": "Start sshd there, or name its port: {host}:PORT",
     "timed out": "Is it on, and does a firewall let port 22 through? Try: ssh {host}",
     "No route to host": "Is it on, and in this network? Try: ssh {host}",
@@ -134,7 +136,7 @@ def ask_hosts(hosts: Sequence[str], python: str = "", command: Sequence[str] = (
 def _ask(command: Sequence[str], host: str, python: str, port: str) -> HostFacts:
     line = shlex.join([python, "-", port, *PACKAGES])
     sent_s = time.time()
-    said = ssh.run_on(command, host, line, stdin=_PROGRAM, timeout_s=_TIMEOUT_S)
+    said = ssh.run_on([*command, *_IPV4], host, line, stdin=_PROGRAM, timeout_s=_TIMEOUT_S)
     took_s = time.time() - sent_s
     facts = next((row for row in said.stdout.splitlines() if row.startswith("facts:")), None)
     lines = said.stderr.strip().splitlines()

@@ -285,13 +285,16 @@ def _literal(value: str) -> str:
 
 
 def _address_for_nodes(options: Mapping[str, str]) -> str:
-    """This machine's address on the way to a node; ``*`` where it cannot be found."""
+    """This machine's address on the way to a node; ``*`` where it cannot be found. The first node may be this machine,
+    whose own name leads to its loopback.
+    """
     partition = [f"--partition={options['partition']}"] if "partition" in options else []
     command = ["sinfo", "--noheader", "--Node", "--format=%N", *partition]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
-        return address_towards(socket.gethostbyname(said[0]))
-    except (OSError, subprocess.SubprocessError, IndexError):
+        found = (address_towards(socket.gethostbyname(node)) for node in said)
+        return next((each for each in found if not each.startswith("127.")), "127.0.0.1" if said else "*")
+    except (OSError, subprocess.SubprocessError):
         return "*"
 
 
