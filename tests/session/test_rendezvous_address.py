@@ -60,17 +60,20 @@ def test_an_interface_that_is_not_there_is_an_error_that_lists_those_that_are():
         address_of("ib7")
 
 
-def test_the_store_listens_at_its_address_and_nowhere_else():
+@pytest.mark.parametrize(("address", "written"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_the_store_listens_at_its_address_and_nowhere_else(address, written):
     timeout = datetime.timedelta(seconds=WAIT_TIMEOUT_S)
+    if address not in {each.address for found in psutil.net_if_addrs().values() for each in found}:
+        pytest.skip("this machine has no IPv6")
     with reserved_ports(1) as [port], ThreadPoolExecutor(2) as pool:
-        place = f"tcp://127.0.0.1:{port}"
+        place = f"tcp://{written}:{port}"
         stores = list(pool.map(lambda rank: rendezvous._tcp_store(place, rank, 2, timeout), range(2)))
     stores[0].set("key", "value")
     assert stores[1].get("key") == b"value"
     listening = [
         c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN" and c.laddr.port == port
     ]
-    assert listening == ["127.0.0.1"]
+    assert listening == [address]
 
 
 @pytest.mark.parametrize("place", ["tcp://127.0.0.1", "tcp://:29500"])

@@ -251,7 +251,9 @@ def _tcp_store(init_method: str, rank: int, world_size: int, timeout: datetime.t
             f"tcp://10.0.0.1:29500."
         )
     address, serves = (place.hostname, place.port), rank == 0
-    file = socket.create_server(address).detach() if serves else None
+    kinds = {found[0] for found in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)} if serves else set()
+    family = socket.AF_INET6 if kinds == {socket.AF_INET6} else socket.AF_INET
+    file = socket.create_server(address, family=family).detach() if serves else None
     return TCPStore(*address, world_size, serves, timeout, wait_for_workers=False, master_listen_fd=file)
 
 
