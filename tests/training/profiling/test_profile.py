@@ -238,6 +238,21 @@ def test_a_file_that_cannot_be_written_is_a_note(tmp_path):
         assert "p.json was not written" in str(profile)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_path_of_rank_0_decides(tmp_path, rank):
+    """`"p.json" if wb.rank() == 0 else None`: rank 0 waited for events that the others did not send."""
+
+    def program():
+        step = make_step("*: data")
+        with wb.debug.profile(tmp_path / "p.json" if wb.rank() == rank else None) as profile:
+            for _ in range(7):
+                step(X, Y)
+        return profile.path
+
+    assert run_ranks(program, 2) == [tmp_path / "p.json" if rank == 0 else None] * 2
+    assert (tmp_path / "p.json").exists() == (rank == 0)
+
+
 def test_without_an_optimizer_the_context_is_one_step(tmp_path):
     def program():
         model = wb.parallelize(copy.deepcopy(PLAIN), "0: data; 2: model")

@@ -36,8 +36,9 @@ def profile(
     replay of a captured step has no forwards and backwards to show. What follows the last profiled step runs as ever.
 
     Args:
-        path: rank 0 writes this file; with ``.gz`` at the end it is compressed. None: the table only. On GPUs each
-            rank's allocator snapshot of a warm-up step is written beside it, for torch's viewer.
+        path: rank 0 writes this file; those of other ranks do not count. With ``.gz`` at the end it is compressed.
+            None: the table only. On GPUs each rank's allocator snapshot of a warm-up step is written beside it, for
+            torch's viewer.
         steps: how many steps are profiled.
         warmup: how many steps come before. With at least 3, memory is measured in one of them. A captured step is
             recorded in its second one, and its first replay takes longer than others.
@@ -84,13 +85,15 @@ def _nothing(profiler: RankProfiler) -> RunError:
 
 
 def _gather(found: Profile, part: RankPart, world: World, path: str | Path | None) -> None:
-    """Fill the profile on all ranks; rank 0 writes the files."""
+    """Fill the profile on all ranks; rank 0 writes the files, if it has a path."""
     small = all_gather_object(
-        (replace(part, events=b"", snapshot=b""), len(part.events), len(part.snapshot)), world, "profile()"
+        (replace(part, events=b"", snapshot=b""), path is not None, len(part.events), len(part.snapshot)),
+        world,
+        "profile()",
     )
     parts = [each for each, *_ in small]
-    if path is not None:
-        for rank, (_, *sizes) in enumerate(small[1:], start=1):
+    if small[0][1]:
+        for rank, (_, _, *sizes) in enumerate(small[1:], start=1):
             for name, size in zip(("events", "snapshot"), sizes, strict=True):
                 setattr(parts[rank], name, _send(getattr(part, name), size, rank, world))
         parts[0] = part if world.rank == 0 else parts[0]
