@@ -26,6 +26,7 @@ from workbench.tensors.boxing.box import box
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.object_collectives import raise_on_all_ranks, run_on_all_ranks
 from workbench.tensors.world import World, current
+from workbench.training.saving.folders import check_seen
 from workbench.training.strategies.safetensors_file import DTYPES, INDEX_NAME, SINGLE_NAME
 
 SHARD_BYTES = 5_000_000_000
@@ -60,7 +61,8 @@ def export_safetensors(
         The directory.
 
     Raises:
-        CheckpointError: a state that is not a tensor, or a dtype that safetensors does not have.
+        CheckpointError: a state that is not a tensor, or a dtype that safetensors does not have; or a rank that writes
+            files does not see the directory.
 
     ``wb.checkpoint.export_safetensors(model, "gpt2-tuned")``
     """
@@ -69,6 +71,8 @@ def export_safetensors(
     tensors = _tensors_of(module)
     files = _share_out(tensors, max_shard_bytes, world.world_size)
     run_on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True) if world.rank == 0 else None, world, what)
+    has_files = any(file.writer == world.rank for file in files)
+    run_on_all_ranks(lambda: check_seen(folder, world.rank) if has_files else None, world, what)
     try:
         for file in files:
             _write(folder, file, tensors, world, what)

@@ -139,7 +139,12 @@ def test_an_export_removes_weights_of_exports_only(tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted([*mine, "model.safetensors"])
 
 
-def test_a_file_system_that_answers_late_is_asked_again(tmp_path, monkeypatch):
+def export(path):
+    wb.checkpoint.export_safetensors(nn.Linear(2, 3), path, max_shard_bytes=16)
+
+
+@pytest.mark.parametrize("write", [lambda path: wb.checkpoint.save(path, x=torch.ones(3)), export])
+def test_a_file_system_that_answers_late_is_asked_again(tmp_path, monkeypatch, write):
     """NFS remembers on each host that a name was not there, until a directory above is opened. The first save into a
     directory that another host had made was refused, and later ones took half a minute.
     """
@@ -160,11 +165,23 @@ def test_a_file_system_that_answers_late_is_asked_again(tmp_path, monkeypatch):
         wb.barrier()
         opened.clear()
         wb.barrier()
-        wb.checkpoint.save(tmp_path / "runs" / "gpt", x=torch.ones(3))
+        write(tmp_path / "runs" / "gpt")
 
     monkeypatch.setattr(os, "scandir", open_folder)
     monkeypatch.setattr(Path, "is_dir", is_seen)
     monkeypatch.setattr(Path, "exists", is_there)
     run_ranks(program, 2)
     monkeypatch.undo()
-    assert value_at(tmp_path / "runs" / "gpt") == 1
+    assert str(tmp_path) in opened and len(list((tmp_path / "runs" / "gpt").iterdir())) > 2
+
+
+def test_a_directory_that_a_rank_does_not_see_is_an_error(tmp_path, monkeypatch):
+    is_dir = Path.is_dir
+    monkeypatch.setattr(Path, "is_dir", lambda path: wb.rank() == 0 and is_dir(path))
+
+    def program():
+        for write in (lambda path: wb.checkpoint.save(path, x=torch.ones(3)), export):
+            with pytest.raises(CheckpointError, match=r"rank 1 does not see .* file system that they share"):
+                write(tmp_path / "run")
+
+    run_ranks(program, 2)

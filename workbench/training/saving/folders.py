@@ -61,6 +61,23 @@ def make_folder(path: Path) -> Path:
     return folder
 
 
+def check_seen(folder: Path, rank: int) -> None:
+    """Check that this rank sees a directory that rank 0 has made. NFS remembers for half a minute that a name was not
+    there, and asks its server when a directory above is opened.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    for above in folder.parents[::-1] if not folder.is_dir() else ():
+        with contextlib.suppress(OSError):
+            os.scandir(above).close()
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"rank {rank} does not see {folder}, which rank 0 has made. All ranks write into one "
+            "directory: give a path on a file system that they share."
+        )
+
+
 @contextlib.contextmanager
 def explaining(path: Path) -> Iterator[None]:
     """A context that adds to errors of the system, such as a full disk, what they mean for a save to ``path``."""

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +20,7 @@ from workbench.tensors.world import World, at_rebuild, current
 from workbench.training.gradients.failed_steps import end_failed_steps
 from workbench.training.gradients.nested_steps import distinct
 from workbench.training.saving import reading, writing
-from workbench.training.saving.folders import absolute, make_folder
+from workbench.training.saving.folders import absolute, check_seen, make_folder
 from workbench.training.saving.parts import Restoring, checksums, collect, described, sum_terms
 
 _POLL_S = 0.01
@@ -229,20 +228,9 @@ at_rebuild(_give_up)
 
 def _common_folder(path: Path, world: World, what: str) -> Path:
     """The directory in which a save writes: rank 0 makes it, and all ranks see it. All ranks call it."""
-
-    def check_seen() -> None:
-        for above in folder.parents[::-1] if not folder.is_dir() else ():
-            with suppress(OSError):
-                os.scandir(above).close()  # NFS asks its server; for a name it answers from 30 s before
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"save: rank {world.rank} does not see {folder}, which rank 0 has made. All ranks write into one "
-                "directory: give a path on a file system that they share."
-            )
-
     made = run_on_all_ranks(lambda: make_folder(path) if world.rank == 0 else None, world, what)
     folder: Path = all_gather_object(made, world, what)[0]
-    run_on_all_ranks(check_seen, world, what)
+    run_on_all_ranks(lambda: check_seen(folder, world.rank), world, what)
     return folder
 
 

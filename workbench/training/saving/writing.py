@@ -132,7 +132,7 @@ class Job:
     def _wait_for_others(self) -> None:
         waiting, grown_at, size = set(range(self.world.world_size)), time.monotonic(), 0
         while waiting:
-            names = set(os.listdir(self.folder))  # NFS asks its server; for one name it answers from 30 s before
+            names = set(os.listdir(self.folder))  # of one name NFS may know what was, see `check_seen`
             for rank in list(waiting):
                 if f"__{rank}.failed" in names:
                     text = (self.folder / f"__{rank}.failed").read_text() or "not even the reason fitted on the disk"
