@@ -86,6 +86,15 @@ def test_a_profile_that_is_not_there_is_refused_and_not_made(elsewhere, tmp_path
     assert [path.name for path in made.path.parents[1].iterdir()] == ["profile_workbench-good"]
 
 
+def test_a_home_that_cannot_be_written_is_an_error(elsewhere, monkeypatch, tmp_path):
+    """IPython made a temporary folder at each question, and the profile was not in the next one."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "file" / "ipython"))
+    for start in (lambda: make_profile.ssh_profile("good", 2), lambda: Session(profile="workbench-good")):
+        with pytest.raises(SessionError, match=r"IPython parent '.*file' is not a writable location, .*Set IPYTHONDIR"):
+            start()
+
+
 def test_all_hosts_that_cannot_run_engines_are_named_with_their_fixes(elsewhere):
     with pytest.raises(SessionError) as caught:
         make_profile.ssh_profile("good,unknown,nokey,off,closed,new", 8)

@@ -15,12 +15,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any
 
 import ipyparallel as ipp
 from ipyparallel.cluster.launcher import BaseLauncher, MPILauncher, SSHEngineSetLauncher
-from IPython.paths import get_ipython_dir
 from traitlets.config import Config
 
 from workbench.core.suggest import suggest
@@ -30,6 +28,7 @@ from workbench.session.processes import ssh, watchdog
 from workbench.session.processes.batch_jobs import BatchJob, find_job
 from workbench.session.processes.folder import SessionFolder
 from workbench.session.processes.launch import WATCHDOG
+from workbench.session.processes.make_profile import profiles_folder
 from workbench.session.processes.rendezvous_address import ENGINE_SET, RendezvousAddress
 from workbench.session.processes.ssh_engines import SshEngineSet
 from workbench.units import counted
@@ -322,7 +321,7 @@ class ProfileProcesses:
 
 def _check_exists(profile: str) -> None:
     """Raise `SessionError` if there is no such profile. ipyparallel would make an empty one, of engines here."""
-    place = Path(get_ipython_dir())
+    place = profiles_folder()
     known = sorted(path.name.removeprefix("profile_") for path in place.glob("profile_*"))
     if profile not in known:
         meant = f", did you mean {near[0]!r}?" if (near := suggest(profile, known)) else "."

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -299,9 +300,27 @@ def _address_for_nodes(options: Mapping[str, str]) -> str:
 
 
 def _profile_folder(name: str) -> Path:
+    return profiles_folder() / f"profile_{name}"
+
+
+def profiles_folder() -> Path:
+    """IPython's folder, in which profiles lie.
+
+    Raises:
+        SessionError: it cannot be written. IPython then names another temporary folder at each question.
+    """
     from IPython.paths import get_ipython_dir
 
-    return Path(get_ipython_dir()) / f"profile_{name}"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "IPython (dir|parent) ", UserWarning)
+        try:
+            return Path(get_ipython_dir())
+        except UserWarning as error:
+            why = str(error).partition(",")[0]
+    raise SessionError(
+        f"Session: {why}, and the profiles of engines on other hosts lie there. Before the notebook starts, set "
+        "IPYTHONDIR to a folder of yours, which the hosts of a batch system share."
+    )
 
 
 def _write(name: str, asked: str, settings: Mapping[str, object], engines: int, lines: tuple[str, ...]) -> MadeProfile:
