@@ -89,6 +89,15 @@ def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "500 MB of it free" in finding.text
 
 
+def test_the_memory_of_a_container_is_what_its_limit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    from workbench.transport.messaging import shared_memory
+
+    monkeypatch.setattr(shared_memory, "_room_in_control_groups", lambda: [3e8])
+    finding = checks.check_machine()
+    assert finding.state == WARNING
+    assert "300 MB of it free" in finding.text
+
+
 @pytest.mark.parametrize("found", [((), "the installed torch is for CPUs only"), (("0", "1"), "")])
 def test_a_gpu_that_torch_cannot_use_is_a_warning(monkeypatch: pytest.MonkeyPatch, found: tuple[Any, str]) -> None:
     import torch

@@ -46,10 +46,14 @@ def check_machine() -> Finding:
     """Cores and memory."""
     import psutil
 
+    from workbench.session.host_transport import available_memory
+
     memory = psutil.virtual_memory()
-    free = format_bytes(memory.available)
-    text = f"{format_count(num_cores())} cores, {format_bytes(memory.total)} memory, {free} of it free"
-    if memory.available < _MIN_MEMORY_BYTES:
+    available = available_memory() if has_module("torch") else memory.available
+    text = (
+        f"{format_count(num_cores())} cores, {format_bytes(memory.total)} memory, {format_bytes(available)} of it free"
+    )
+    if available < _MIN_MEMORY_BYTES:
         need = format_bytes(_MIN_MEMORY_BYTES)
         return Finding("machine", WARNING, text, f"2 engines need about {need}; close something, or use --engines 1.")
     return Finding("machine", GOOD, text)
