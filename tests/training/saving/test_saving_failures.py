@@ -270,6 +270,14 @@ class TestDamage:
         (saved / ".metadata").write_bytes(b"nonsense")
         assert all("table of contents" in text for text in self.load(saved))
 
+    def test_a_rank_that_may_not_read_it_says_so(self, saved, monkeypatch):
+        def refuse(path):
+            raise PermissionError(13, "Permission denied", str(path))
+
+        monkeypatch.setattr(Path, "read_bytes", refuse)
+        texts = self.load(saved)
+        assert all(".metadata cannot be read: Permission denied. All ranks" in text for text in texts)
+
     def test_a_half_written_directory_is_named(self, saved):
         partly = saved.with_name("ckpt.incomplete")
         os.rename(saved, partly)

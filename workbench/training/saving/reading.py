@@ -73,8 +73,8 @@ class Checkpoint:
         schedulers: the classes of the learning-rate schedulers among them, where these are known.
 
     Raises:
-        CheckpointError: the table of contents is damaged, or a file is missing or has another size than when it was
-            written.
+        CheckpointError: the table of contents is damaged or not readable here, or a file is missing or has another size
+            than when it was written.
     """
 
     title = "the checkpoint"
@@ -88,6 +88,11 @@ class Checkpoint:
             self._places = metadata.storage_data
             paths = metadata.planner_data or {name: (name,) for name in self._metadata}
             manifest = json.loads((folder / MANIFEST).read_bytes()) if (folder / MANIFEST).is_file() else {}
+        except OSError as error:
+            raise CheckpointError(
+                f"load({str(folder)!r}): {error.filename} cannot be read: {error.strerror}. All ranks read it: give a "
+                "path on a file system that they share, whose files your user may read."
+            ) from error
         except Exception as error:
             raise CheckpointError(
                 f"load({str(folder)!r}): its table of contents cannot be read ({type(error).__name__}: {error}): the "
