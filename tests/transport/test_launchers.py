@@ -5,6 +5,7 @@ import socket
 
 import pytest
 import torch
+from torch.distributed.rendezvous import rendezvous
 
 import workbench as wb
 from workbench.errors import WorldError
@@ -74,8 +75,11 @@ def test_open_mpi_sets_rank_and_local_rank(monkeypatch, tmp_path):
 
 
 def test_ranks_of_one_host_meet_in_the_jobs_folder(monkeypatch, tmp_path):
-    as_mpirun(monkeypatch, 0, 2, 0, 2, tmp_path)
-    assert launchers.default_init_method() == (tmp_path / "workbench-rendezvous").as_uri()
+    folder = tmp_path / "my job@1"
+    folder.mkdir()
+    as_mpirun(monkeypatch, 0, 2, 0, 2, folder)
+    store, _, _ = next(rendezvous(launchers.default_init_method(), 0, 2))
+    assert store.path == str(folder / "workbench-rendezvous")
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     assert launchers.default_init_method() == "env://"
 

@@ -55,7 +55,7 @@ def default_init_method() -> str:
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         folder = os.environ.get(_MPI_FOLDER)
         if here == everywhere and folder is not None and Path(folder).is_dir():
-            return (Path(folder) / "workbench-rendezvous").as_uri()
+            return f"file://{folder}/workbench-rendezvous"  # torch decodes no %20
         raise WorldError(
             f"init(): mpirun {started} Name rank 0's host and a port that is free there: "
             f"mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."
