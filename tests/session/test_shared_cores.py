@@ -9,6 +9,7 @@ from workbench.session import engine
 from workbench.session.processes.launch import rank_environment
 
 NAMES = ("OMP_NUM_THREADS", "WORKBENCH_NUM_THREADS")
+num_cores = cores.num_cores
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +28,17 @@ def test_rank_environment():
     assert environment["CUDA_VISIBLE_DEVICES"] == "b"
     assert environment["OMP_NUM_THREADS"] == "4"
     assert "CUDA_VISIBLE_DEVICES" not in rank_environment(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("max 100000", 16), ("350000 100000", 4), ("50000 100000", 1), ("", 16)]
+)
+def test_a_container_may_have_the_time_of_fewer_cores(tmp_path, monkeypatch: pytest.MonkeyPatch, limit, expected):
+    """On a host with 64 cores, each of two engines had 32 threads, and all of them the time of 4 cores."""
+    (tmp_path / "cpu.max").write_text(f"{limit}\n")
+    monkeypatch.setattr(cores, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda pid: range(16), raising=False)
+    assert num_cores() == expected
 
 
 def test_a_number_of_threads_that_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch):

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
+from pathlib import Path
 
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _THREADS = "OMP_NUM_THREADS"
 _SHARED = "WORKBENCH_NUM_THREADS"
 """The same number, where the workbench has set it."""
 
 
 def num_cores() -> int:
-    """Cores that this process may use; fewer than the machine has where it is bound to some of them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use; fewer than the machine has where it is bound to some of them, or where its
+    container gets the time of fewer.
+    """
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        time, period = map(int, _QUOTA.read_text().split())
+    except (OSError, ValueError):  # no container, or one with a time of "max"
+        return bound
+    return min(bound, math.ceil(time / period))
 
 
 def shared_threads(num_ranks: int) -> dict[str, str]:

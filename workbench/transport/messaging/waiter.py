@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from workbench.core.cores import num_cores
 from workbench.errors import CollectiveAborted
 from workbench.transport.messaging.control_page import FAILED, LEFT, ControlPage, WaitRecord, decode_header
 from workbench.transport.messaging.link import Link, Message
@@ -59,7 +60,7 @@ class Waiter:
         self.external_failure: Callable[[], str | None] = lambda: None
         self._own, self._links, self._semaphores = own, links, semaphores
         self._processes = PeerProcesses({peer: link.pid for peer, link in links.items()})
-        self._shares_cores = (len(links) + 1) * torch.get_num_threads() > len(os.sched_getaffinity(0))
+        self._shares_cores = (len(links) + 1) * torch.get_num_threads() > num_cores()
         self._slept_long = dict.fromkeys(links, False)
         self._suspect: tuple[tuple[int, int], ...] | None = None
         self._waits_for_room = False
