@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import socket
 import sys
 from argparse import Namespace
 
@@ -15,6 +16,7 @@ from workbench.errors import SessionError
 from workbench.session import Session, magic_commands
 from workbench.session.processes import make_profile
 from workbench.session.processes.host_facts import ask_hosts, parse_hosts
+from workbench.session.protocol import RankActivity
 
 SSH = """#!/bin/sh
 # Hosts by name: what ssh says for each.
@@ -216,3 +218,17 @@ def test_options_that_exclude_each_other(no_session):
     given = Namespace(**vars(given) | {"profile": None, "hosts": None, "keep": False})
     with pytest.raises(UsageError, match="--python goes with --hosts"):
         magic_commands.start(given)
+
+
+def test_a_debugger_on_another_host_is_reached_through_ssh(monkeypatch, capsys):
+    """It listens on the loopback of that host."""
+    hosts = {0: socket.gethostname(), 1: "gpu07"}
+
+    def ask(rank, operation, *_):
+        return RankActivity(host=hosts[rank]) if operation == "activity" else 5678 + rank
+
+    monkeypatch.setattr(magic_commands.cluster, "current", lambda: Namespace(num_engines=2, ask=ask))
+    magic_commands.debug(Namespace(ranks="0-1"))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("rank")] == ["0", "1", "1"]
+    assert lines[2].endswith("is on gpu07: forward the port before, ssh -N -L 5679:127.0.0.1:5679 gpu07")

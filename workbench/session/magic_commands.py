@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import socket
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -222,6 +223,10 @@ def debug(options: Namespace) -> None:
             continue
         where = f'{{"type": "debugpy", "request": "attach", "connect": {{"host": "127.0.0.1", "port": {port}}}}}'
         print(f"rank {rank}  debugger listens on 127.0.0.1:{port}; attach with {where}")
+        activity = here.ask(rank, "activity")
+        if activity is not None and activity.host != socket.gethostname():
+            forward = f"ssh -N -L {port}:127.0.0.1:{port} {activity.host}"
+            print(f"rank {rank}  is on {activity.host}: forward the port before, {forward}")
     print("Then breakpoint() in a %%global cell stops there. Anybody who may connect to this port may run code.")
 
 
