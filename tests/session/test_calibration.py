@@ -12,6 +12,7 @@ from workbench.core.boxing import LinkCost
 from workbench.cost.compute import Rates
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import load_hardware, save_hardware
+from workbench.errors import SessionError
 from workbench.session.calibration import hardware_from
 from workbench.testing import run_ranks
 from workbench.training.costs import machine_times
@@ -20,6 +21,12 @@ from workbench.training.costs.stopwatch import Stopwatch
 from workbench.training.costs.times import ExchangeTime, FunctionTime, ProductTime, RankTimes
 
 RATE, HALF, OPERANDS, LATENCY_S, BANDWIDTH = 5e10, 40.0, 7e9, 2e-5, 3e9
+
+
+def test_without_a_session_there_is_no_machine_to_write(tmp_path):
+    """No file came, and nothing said so."""
+    with pytest.raises(SessionError, match=r"path=.*here\.json.*pass the session"):
+        wb.planner.calibrate(path=tmp_path / "here.json")
 
 
 def rank_times(slower: float = 1.0, host: str = "a", crowding: float = 1.0) -> RankTimes:

@@ -14,6 +14,7 @@ from workbench.core.boxing import LinkCost
 from workbench.cost.fitting import fit_link, fit_products
 from workbench.cost.hardware import Hardware, Link
 from workbench.cost.hardware_files import save_hardware
+from workbench.errors import SessionError
 from workbench.session.remote_call import finished
 from workbench.tensors.boxing import calibration
 from workbench.training.costs.machine_times import default_spans, measure
@@ -43,10 +44,16 @@ def calibrate(
 
     Raises:
         CellError: a rank failed.
+        SessionError: a file or a name was asked for without a session.
 
     ``hardware = wb.planner.calibrate(session, "here.json")``, then ``wb.planner.plan(model, hardware, ...)``.
     """
     if session is None:
+        if path is not None or name is not None:
+            raise SessionError(
+                f"calibrate(path={path!r}, name={name!r}): without a session only the cost of exchanges is measured, and "
+                "no file is written. In a notebook, pass the session: wb.planner.calibrate(wb.Session.current(), path)."
+            )
         return calibration.calibrate()
     times: list[RankTimes] = finished(session.submit(measure, default_spans(session.num_engines)))
     hardware = hardware_from(times, name)
