@@ -25,7 +25,7 @@ RATE, HALF, OPERANDS, LATENCY_S, BANDWIDTH = 5e10, 40.0, 7e9, 2e-5, 3e9
 
 def test_without_a_session_there_is_no_machine_to_write(tmp_path):
     """No file came, and nothing said so."""
-    with pytest.raises(SessionError, match=r"path=.*here\.json.*pass the session"):
+    with pytest.raises(SessionError, match=r"path=.*here\.json.*In a notebook"):
         wb.planner.calibrate(path=tmp_path / "here.json")
 
 

@@ -51,8 +51,8 @@ def calibrate(
     if session is None:
         if path is not None or name is not None:
             raise SessionError(
-                f"calibrate(path={path!r}, name={name!r}): without a session only the cost of exchanges is measured, and "
-                "no file is written. In a notebook, pass the session: wb.planner.calibrate(wb.Session.current(), path)."
+                f"calibrate(path={path!r}, name={name!r}): without a session only the cost of exchanges is measured, "
+                "and no file is written. In a notebook: wb.planner.calibrate(wb.Session.current(), path)."
             )
         return calibration.calibrate()
     times: list[RankTimes] = finished(session.submit(measure, default_spans(session.num_engines)))
