@@ -17,7 +17,12 @@ from workbench.transport import launchers
 def _no_launcher(monkeypatch):
     monkeypatch.setattr(world, "_process_world", None)  # that of a test before
     for name in (*os.environ, "RANK"):
-        if name.startswith(("OMPI_", "PMIX_", "SLURM_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        if name.startswith(("OMPI_", "PMI", "MPI_", "SLURM_")) or name in (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "MASTER_ADDR",
+        ):
             monkeypatch.delenv(name, raising=False)
 
 
@@ -72,6 +77,16 @@ def test_a_launcher_of_one_process_gives_a_process_group_too(monkeypatch):
 def test_open_mpi_sets_rank_and_local_rank(monkeypatch, tmp_path):
     as_mpirun(monkeypatch, 3, 4, 1, 2, tmp_path)
     assert [launchers.launcher_value(what, -1) for what in ("rank", "world_size", "local_rank")] == [3, 4, 1]
+
+
+def test_mpich_and_intel_mpi_set_other_variables(monkeypatch):
+    """Each rank was a world of its own, and trained alone."""
+    for name, value in {"PMI_RANK": 3, "PMI_SIZE": 4, "MPI_LOCALRANKID": 1, "MPI_LOCALNRANKS": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    names = ("rank", "world_size", "local_rank", "local_world_size")
+    assert [launchers.launcher_value(what, -1) for what in names] == [3, 4, 1, 2]
+    with pytest.raises(WorldError, match=r"rank 3 of 4 has no rendezvous at env:// \(MASTER_ADDR=\(not set\)"):
+        wb.init()
 
 
 def test_ranks_of_one_host_meet_in_the_jobs_folder(monkeypatch, tmp_path):

@@ -1,4 +1,6 @@
-"""Environment variables of launchers: torchrun's, and those of Open MPI's ``mpirun`` and Slurm's ``srun``."""
+"""Environment variables of launchers: torchrun's, and those of Open MPI's ``mpirun``, of Slurm's ``srun``, and of the
+``mpiexec`` of MPICH and Intel MPI.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from pathlib import Path
 from workbench.errors import WorldError
 
 _NAMES = {
-    "rank": ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"),
-    "world_size": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"),
-    "local_rank": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"),
-    "local_world_size": ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "rank": ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK"),
+    "world_size": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "PMI_SIZE"),
+    "local_rank": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID"),
+    "local_world_size": ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
 _MPI_FOLDER = "PMIX_SERVER_TMPDIR"
 """Open MPI's folder for a job on this host, private to this user and removed at the end of the job."""
