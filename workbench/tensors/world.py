@@ -161,7 +161,7 @@ def init(
     """Join the world: rank and size from the launcher's environment (torchrun, srun, mpirun), or from the arguments.
 
     Args:
-        rank, world_size: default to RANK and WORLD_SIZE (or those of Slurm, Open MPI, MPICH), else to a world of one rank.
+        rank, world_size: default: RANK and WORLD_SIZE, or those of Slurm, Open MPI or MPICH; else a world of one rank.
         init_method: rendezvous of torch.distributed, e.g. ``"file:///path"``. Default: that of the launcher (``env://``).
         backend: ``"gloo"`` or ``"nccl"``, also between GPUs of one host. Default: nccl for GPUs, gloo for CPUs.
         device: the device of shards. Default: of several ranks, each takes the GPU of its number on its host if all
