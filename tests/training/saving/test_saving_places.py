@@ -185,3 +185,20 @@ def test_a_directory_that_a_rank_does_not_see_is_an_error(tmp_path, monkeypatch)
                 write(tmp_path / "run")
 
     run_ranks(program, 2)
+
+
+def test_a_directory_that_rank_0_cannot_read_is_an_error_on_all_ranks(tmp_path, monkeypatch):
+    """The others waited until rank 0 had ended; and each of them read the directory, though rank 0 decides."""
+    checkpoints = wb.checkpoint.Checkpoints(tmp_path)
+
+    def refuse(_):
+        assert wb.rank() == 0
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr(wb.checkpoint.Checkpoints, "steps", refuse)
+
+    def program():
+        with pytest.raises((PermissionError, CheckpointError), match="Permission denied"):
+            checkpoints.load(x=torch.ones(1))
+
+    run_ranks(program, 2)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from workbench.tensors.object_collectives import all_gather_object
+from workbench.tensors.object_collectives import all_gather_object, run_on_all_ranks
 from workbench.tensors.world import current
 from workbench.training.saving import store
 from workbench.training.saving.folders import BRANCH, REPLACED, UNFINISHED, remove, write_whole
@@ -63,10 +63,13 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint, equal on all ranks; None if there is none. All ranks call it."""
-        world = current()
+        world, what = current(), f"latest checkpoint of {self.directory.name}"
         store.finish_previous(world)
-        newest = next(reversed(self._by_age()), None)
-        latest: int | None = all_gather_object(newest, world, f"latest checkpoint of {self.directory.name}")[0]
+
+        def newest() -> int | None:
+            return next(reversed(self._by_age()), None) if world.rank == 0 else None
+
+        latest: int | None = all_gather_object(run_on_all_ranks(newest, world, what), world, what)[0]
         return latest
 
     def save(self, step: int, *, async_op: bool = False, **parts: Any) -> store.Saving:
