@@ -1,4 +1,7 @@
-"""Simulated ranks: messages that are not what their receiver expects."""
+"""Simulated ranks: messages that are not what their receiver expects, and turns."""
+
+import threading
+import time
 
 import pytest
 import torch
@@ -31,3 +34,23 @@ def test_a_sum_has_terms_of_one_dtype():
 
     with pytest.raises(CollectiveAborted, match=r"ranks diverged: .*a sum .*torch\.(bfloat16|float32)"):
         run_ranks(program, 2)
+
+
+def test_a_rank_that_computes_for_long_has_its_turn_to_the_end():
+    """So that ranks which draw from the one generator of the process draw one after the other."""
+    events = []
+
+    def program(rank):
+        events.append(rank)
+        until_s = time.thread_time() + 0.2
+        while time.thread_time() < until_s:
+            pass
+        events.append(rank)
+
+    run_ranks(program, 3)
+    assert events[::2] == events[1::2]
+
+
+def test_ranks_that_wait_for_each_other_outside_of_exchanges_go_on():
+    meet = threading.Barrier(3)
+    run_ranks(lambda rank: meet.wait(), 3)

@@ -8,6 +8,7 @@ once fight for Python's lock at every function of torch, which takes longer than
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,8 +23,11 @@ from workbench.transport.reduction import reduce_into
 _ANSWER_S = 5.0
 """Limit of a wait after all ranks have ended: ranks of a later ``run_ranks`` may still answer for the same tensor."""
 
-_TURN_S = 0.05
-"""How long a rank waits for its turn: the rank that has it may wait for something that the hub does not see."""
+_TURN_S, _IDLE_S, _MOST_TURNS = 0.05, 0.001, 40
+"""A rank waits for its turn as long as the process computes, for so many times ``_TURN_S`` at most. In an idle process,
+which computes for less than ``_IDLE_S`` in that time, the rank that has the turn waits for something that the hub does
+not see.
+"""
 
 _CPU = torch.device("cpu")
 
@@ -120,8 +124,14 @@ class ThreadHub:
             changed.notify_all()
 
     def _take_turn(self, rank: int) -> None:
-        if rank in self.begun and self._turn.acquire(timeout=_TURN_S):
-            self._has_turn = rank
+        computed_s = time.process_time()
+        for _ in range(_MOST_TURNS if rank in self.begun else 0):
+            if self._turn.acquire(timeout=_TURN_S):
+                self._has_turn = rank
+                return
+            before_s, computed_s = computed_s, time.process_time()
+            if computed_s - before_s < _IDLE_S:
+                return
 
     def _pass_turn(self, rank: int) -> None:
         if self._has_turn == rank:
