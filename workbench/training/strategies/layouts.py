@@ -22,14 +22,14 @@ class StageLayouts:
 
     Attributes:
         plan: the layouts of layers, and the ranks of every stage.
-        everywhere: all ranks of all stages; with a single stage, its placement.
+        everywhere: all ranks of all stages, on one axis; with a single stage, its placement.
         own_stage: the first stage of this rank; 0 on a rank outside of all stages.
     """
 
     def __init__(self, world: World, plan: ShardingPlan) -> None:
         self.world, self.plan = world, plan
         ranks = [rank for placement in dict.fromkeys(plan.placements) for rank in placement]
-        is_one = len(set(plan.placements)) == 1
+        is_one = len(plan.placements) == 1
         self.everywhere = plan.placements[0] if is_one else Placement.of(world.device.type, ranks)
         self.own_stage = next((stage for stage, ranks in enumerate(plan.placements) if world.rank in ranks), 0)
 
