@@ -190,6 +190,27 @@ def test_inputs_are_brought_to_the_placement_of_a_stage():
     assert loss == loss_on_1 and actions == ["1F0", "1B0", "1F1", "1B1"]
 
 
+@pytest.mark.parametrize("ranks", [([1], [1, 2]), ([1], [2]), ([[1, 2]], [2, 1])])
+def test_layers_of_a_stage_are_on_some_of_its_ranks(ranks):
+    torch.manual_seed(0)
+    plain = nn.Sequential(linear(), nn.Linear(2, 2), nn.Linear(2, 2))
+    state = copy.deepcopy(plain.state_dict())
+
+    def program():
+        placements = [flow.placement("cpu", ranks=each) for each in ([0], *ranks)]
+        model = flow.nn.Sequential(linear(), flow.nn.Linear(2, 2), flow.nn.Linear(2, 2))
+        model.load_state_dict(state)
+        for layer, stage, placement in zip(model, (0, 1, 1), placements, strict=True):
+            layer.to_global(placement, ["B"] * placement.num_axes)
+            layer.config.set_stage(stage, placement)
+        x, y = (flow.as_tensor(part).to_global(placements[0], flow.sbp.broadcast) for part in data())
+        y = y.to_global(placements[2], ["B"] * placements[2].num_axes)
+        return Step(model, sgd_of(model), 3)(x, y)["loss"].item()
+
+    x, y = data()
+    assert run_ranks(program, 3) == [pytest.approx(F.mse_loss(plain(x), y).item(), rel=1e-5)] * 3
+
+
 def test_precision_of_a_graph():
     def program():
         class Seen(Look):

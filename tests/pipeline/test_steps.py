@@ -357,39 +357,6 @@ def test_a_forward_may_replace_a_buffer_by_a_plain_tensor(schedule):
         torch.testing.assert_close(grad, 2 * one[3].layer.weight.grad)
 
 
-class Counting(nn.Module):
-    """A buffer that both stages read, and the forward replaces."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.register_buffer("count", torch.ones(()))
-
-    def forward(self, x):
-        x = self.first(x) * self.count
-        x = self.second(x) * self.count
-        self.count = self.count + 1
-        return x
-
-
-@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble_v"])
-def test_stages_that_share_a_grid_of_ranks_may_replace_a_buffer(schedule):
-    torch.manual_seed(0)
-    one = Counting()
-    models, (inputs, targets) = [copy.deepcopy(one) for _ in range(4)], torch.randn(2, 6, 8)
-
-    def program(rank):
-        model = wb.parallelize(models[rank], f"first: model; second: data@1 | 1x2x2 mb=2 {schedule}")
-        loss = wb.forward_backward(model, F.mse_loss, inputs, targets).item()
-        return loss, whole(model.count).item(), whole(model.first.weight.grad)
-
-    losses = [F.mse_loss(one(x), y) / 2 for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True)]
-    sum(losses).backward()
-    for loss, count, grad in run_ranks(program, 4):
-        assert (loss, count) == (pytest.approx(sum(losses).item(), rel=1e-5), 3.0)
-        torch.testing.assert_close(grad, one.first.weight.grad)
-
-
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "options",

@@ -122,8 +122,15 @@ class Placement:
         >>> Placement.of("cpu", [0, 1, 2, 3]).has_ranks_of(Placement.of("cpu", [[0, 2], [1, 3]]))
         True
         """
-        is_same = self.grid == other.grid or set(self.grid) == set(other.grid)
-        return self.device_type == other.device_type and is_same
+        return self.device_type == other.device_type and self._position.keys() == other._position.keys()
+
+    def includes(self, other: Placement) -> bool:
+        """Whether all ranks of ``other`` are among these, in any order and shape.
+
+        >>> Placement.of("cpu", [0, 1]).includes(Placement.of("cpu", [[1]]))
+        True
+        """
+        return self.device_type == other.device_type and self._position.keys() >= other._position.keys()
 
     @property
     def num_axes(self) -> int:

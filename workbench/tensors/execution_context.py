@@ -85,12 +85,16 @@ class ExecutionContext:
             self.stage_orders.pop(order, None)
             self.stage_orders[order] = None
 
-    def stage_order_with(self, placements: set[Placement]) -> tuple[Placement, ...]:
-        """The order of stages by which operands on these placements meet: that of the call in progress, outside of one
-        that of the newest module with such stages. Empty if there is none.
+    def latest_stage(self, placements: set[Placement]) -> Placement | None:
+        """The stage on which operands on these placements meet, by the order of the call in progress, outside of one
+        that of the newest module with such stages. None if one of them is no stage, in any grid of its ranks.
         """
-        orders = reversed(self.stage_orders) if self.call is OUTSIDE else (self.call.stage_order,)
-        return next((order for order in orders if placements <= set(order)), ())
+        for order in reversed(self.stage_orders) if self.call is OUTSIDE else (self.call.stage_order,):
+            same = (map(placement.has_ranks_of, order) for placement in placements)
+            stages = [next((stage for stage, is_same in enumerate(found) if is_same), -1) for found in same]
+            if min(stages) >= 0:
+                return order[max(stages)]
+        return None
 
     @contextmanager
     def temporarily(self, **values: Any) -> Iterator[None]:

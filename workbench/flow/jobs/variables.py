@@ -109,9 +109,9 @@ def _replica(job: RunningJob, name: str) -> torch.Tensor:
     replica = job.replicas.get(name)
     if replica is None:
         variable = job.used[name]
-        lies = variable._spec.layout
-        ranks, has, trains = set(job.placement), set(lies.placement), variable.requires_grad and job.trains
-        if not lies.is_broadcast or not (ranks == has if trains else ranks <= has):
+        lies, trains = variable._spec.layout, variable.requires_grad and job.trains
+        fits = lies.placement.has_ranks_of if trains else lies.placement.includes
+        if not lies.is_broadcast or not fits(job.placement):
             raise JobError(
                 f"get_variable({name!r}) in {job.name}, a job in the mirrored view on devices {job.placement.ranks}: "
                 f"it lies as {lies}, and there every device has it whole. Run the jobs that share it on the same "

@@ -350,5 +350,5 @@ def disjoint_placements(stages: dict[int, list[torch.Tensor]]) -> tuple[Placemen
         if not on or on[0] is None or None in on or ranks & taken:
             return ()
         taken |= ranks
-        placements.append(on[0])
+        placements.append(on[0] if on[0].num_ranks == len(ranks) else Placement.of(on[0].type, sorted(ranks)))
     return tuple(placements) if len(placements) > 1 else ()

@@ -256,8 +256,8 @@ def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if name.in_place and isinstance(leaves[0], GlobalTensor):
         placement, why = leaves[0]._spec.layout.placement, f"{name.folded} in place"
     elif not all(placement.has_ranks_of(other) for other in placements):
-        if order := world.context.stage_order_with(placements):
-            placement = max(placements, key=order.index)
+        if (stage := world.context.latest_stage(placements)) is not None:
+            placement = stage
         else:
             data = data_of(func, args, known)
             placement, why = data[0]._spec.layout.placement, "an operation with numbers or indices on other ranks"

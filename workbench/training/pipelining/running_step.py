@@ -79,11 +79,12 @@ class RunningStep:
     hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
     leaves: list[PlainLeaf] = field(default_factory=list)
     boxings: MicroBatchBoxings | None = None
-    _stages: dict[Placement, int] = field(init=False, repr=False)
     _allows_value_reads: bool | None = field(init=False, repr=False, default=None)
 
-    def __post_init__(self) -> None:
-        self._stages = {placement: stage for stage, placement in reversed(list(enumerate(self.placements)))}
+    def _stage_of(self, spec: Spec) -> int | None:
+        """The first stage with all ranks of a tensor; None for a tensor on the ranks of several."""
+        has_all = (placement.includes(spec.layout.placement) for placement in self.placements)
+        return next((stage for stage, found in enumerate(has_all) if found), None)
 
     def refuse_second_recomputation(self) -> None:
         """A checkpoint is to run a function again, in a backward.
@@ -130,8 +131,8 @@ class RunningStep:
         """Refuse an edge of the forward that the schedule does not allow. ``function`` is None for a gradient."""
         if self.edges is None or source.layout.placement == target.layout.placement:
             return
-        start, end = (self._stages.get(spec.layout.placement) for spec in (source, target))
-        if start is None or end is None:
+        start, end = self._stage_of(source), self._stage_of(target)
+        if start is None or end is None or start == end:
             return
         self.edges.append((start, end))
         if end < start:
@@ -192,7 +193,7 @@ class RunningStep:
             self.observer.can_skip = False  # the call may branch on the value
         if len(self.placements) == 1 or not has_to_move:
             return
-        stage = self._stages.get(tensor._spec.layout.placement)
+        stage = self._stage_of(tensor._spec)
         what = (
             f"reading a value (item, tolist, bool, nonzero, print) of a tensor of shape {tuple(tensor._spec.shape)}"
             f"{'' if stage is None else f' on stage {stage}'} inside a step of {len(self.placements)} stages and "
