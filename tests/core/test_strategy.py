@@ -393,3 +393,4 @@ def test_one_error_says_how_many_stages_a_v_takes(num_stages, options, num_ranks
 def test_stages_of_different_width():
     resolved = Strategy("*: model; fc3: data@1; head: model@2 | 2x1+1x1+1x2").resolve(LAYERS, 5)
     assert [resolved.stage_grid(stage) for stage in range(3)] == [[[0], [1]], [[2]], [[3, 4]]]
+    assert resolved.num_ranks == 5

@@ -8,10 +8,12 @@ from functools import cache
 import pytest
 
 from tests.planning.test_search import decoder, hardware
+from workbench.core.presets import strategy_of
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import estimate
 from workbench.cost.hardware import Link
 from workbench.errors import StrategyError
+from workbench.planning.incumbents import PricedStrategy
 from workbench.planning.plan import Plan
 from workbench.planning.problem import Constraints
 from workbench.planning.search import search
@@ -156,6 +158,16 @@ def test_the_next_best_say_of_what_they_take_more(objective: str, quantity: str)
     text = str(search(decoder(), hardware(), 4, 4, objective=objective))
     lines = [line for line in text.splitlines() if "next:" in line]
     assert lines and all(line.endswith(quantity) for line in lines)
+
+
+def test_unequal_stages_cost_the_ranks_that_they_have() -> None:
+    problem = replace(search(decoder(), hardware(), 4, 4, constraints=NO_STAGES).problem, objective="cost")
+    layers = problem.costs.layers
+    resolved = strategy_of("pipeline | 1x2+1x1 mb=2", layers, 3).resolve(layers, 3)
+    found = problem.estimate(resolved)
+    assert problem.value(resolved, found)[0] == 3 * found.step_s
+    best = PricedStrategy(resolved, found, problem.value(resolved, found))
+    assert compare_with_best(problem, best, "pipeline | 1x2+1x1 mb=2").reason == "equal"
 
 
 def test_the_fullest_rank_has_several_stages_where_a_schedule_says_so() -> None:

@@ -25,10 +25,10 @@ def mistakes_of_degrees(
     is_short = min(pipeline, num_slices) > num_ranks
     mistakes = list[Found]()
     if widths:
-        total = sum(rows * columns for rows, columns in widths)
-        if total != num_ranks:
+        if options.num_ranks != num_ranks:
             message = (
-                f"stages {format_widths(widths)} take {total} ranks, but there are {num_ranks}: all ranks are used"
+                f"stages {format_widths(widths)} take {options.num_ranks} ranks, but there are {num_ranks}: all ranks "
+                "are used"
             )
             mistakes.append((message, ("write one DxM per stage, whose products add up to the ranks",)))
     elif product != num_ranks and not is_short:

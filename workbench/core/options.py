@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import Any
 
 from workbench.core.offload_kinds import CHOICES, offload_kind
@@ -78,6 +79,11 @@ class Options:
         words += ["sequence"] * bool(self.sequence)
         words += [f"overlap={self.overlap}"] if self.overlap != 1 else []
         return " ".join(words + ([self.precision] if self.precision != "fp32" else []))
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of degrees or widths; 0 if there are neither."""
+        return sum(map(prod, self.widths or (self.degrees or (0,),)))
 
     def with_changes(self, **changes: Any) -> Options:
         """Options with some changed, by name. A value is right if its text is.

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import Any
 from urllib.parse import unquote
 
@@ -80,6 +81,11 @@ class ResolvedStrategy:
     def num_micro_batches(self) -> int:
         """Micro-batches per step."""
         return self.options.num_micro_batches
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all stages together."""
+        return self.options.num_ranks or prod(self.degrees)
 
     @property
     def schedule(self) -> str:

@@ -143,10 +143,11 @@ def not_searched(problem: Problem, strategy: ResolvedStrategy) -> list[str]:
     found = [] if fits else [f"degrees {'x'.join(map(str, degrees))}"]
     found += [f"{name.replace('_', ' ')} {getattr(options, name)}" for name, known in is_searched.items() if not known]
     chosen = zip(problem.choices_of(strategy), problem.rows, strategy.layers, strict=True)
+    widths = (strategy.stage_width(layer.stage) for layer in strategy.layers)
     spread = {
-        layer.over_data * degrees[2]
-        for choice, row, layer in chosen
-        if choice[0] == "expert" and layer != problem.resolve_layer(row.layer, choice, layer.stage, *degrees[1:])
+        layer.over_data * width[1]
+        for (choice, row, layer), width in zip(chosen, widths, strict=True)
+        if choice[0] == "expert" and layer != problem.resolve_layer(row.layer, choice, layer.stage, *width)
     }
     found += [f"experts over {number} ranks" for number in sorted(spread)]
     pins = zip(problem.pins, strategy.layers, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from math import inf, prod
+from math import inf
 from numbers import Integral, Real
 from typing import Any
 
@@ -329,11 +329,11 @@ class Problem:
 
     def choices_of(self, strategy: ResolvedStrategy) -> list[Choice]:
         """The choices of a strategy's layers."""
-        _, data, model = strategy.degrees
         choices = [(layer.parallel, layer.split) for layer in strategy.layers]
         for index in self.free_experts:
             layer, chosen = self.rows[index].layer, strategy.layers[index]
-            if choices[index] == SPREAD and chosen != self.resolve_layer(layer, SPREAD, chosen.stage, data, model):
+            width = strategy.stage_width(chosen.stage)
+            if choices[index] == SPREAD and chosen != self.resolve_layer(layer, SPREAD, chosen.stage, *width):
                 choices[index] = IN_HOST
         return choices
 
@@ -353,4 +353,4 @@ class Problem:
         """The value that the search minimizes; the second figure decides among equals."""
         if self.objective == "memory":
             return found.peak_bytes, found.step_s
-        return (prod(strategy.degrees) if self.objective == "cost" else 1) * found.step_s, found.peak_bytes
+        return (strategy.num_ranks if self.objective == "cost" else 1) * found.step_s, found.peak_bytes

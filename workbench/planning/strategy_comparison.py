@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from math import prod
 
 from workbench.core.compress_patterns import compress_patterns
 from workbench.core.options import Options
@@ -101,12 +100,12 @@ def compare_with_best(problem: Problem, best: PricedStrategy, strategy: Strategy
     )
     if abs(ratio) <= _EQUAL:
         return WhyNot("equal", f"It is as good: {figures}", price, difference)
-    if any(layer.split in ("column", "row") for layer in resolved.layers) and not problem.fits_heads(
-        resolved.degrees[2]
-    ):
+    split = [layer.stage for layer in resolved.layers if layer.split in ("column", "row")]
+    degrees = [model for _, model in map(resolved.stage_width, split) if not problem.fits_heads(model)]
+    if degrees:
         heads = " and ".join(map(str, problem.heads))
         text = (
-            f"Its model degree of {resolved.degrees[2]} does not divide {heads} heads of attention: ranks would "
+            f"Its model degree of {degrees[0]} does not divide {heads} heads of attention: ranks would "
             f"gather parts of heads in every block, which is not in these figures. {figures}"
         )
         return WhyNot("parts of heads", text, price, difference)
@@ -142,8 +141,8 @@ def compare_strategies(problem: Problem, here: StrategyLike, there: StrategyLike
 def _resolved(problem: Problem, strategy: StrategyLike) -> ResolvedStrategy:
     """On all ranks, or for the objective "cost" on as many as its degrees say."""
     written = strategy_of(strategy, problem.costs.layers, problem.num_ranks)
-    degrees = written.options.degrees if problem.objective == "cost" else None
-    return written.resolve(problem.costs.layers, prod(degrees) if degrees else problem.num_ranks)
+    num_ranks = written.options.num_ranks if problem.objective == "cost" else 0
+    return written.resolve(problem.costs.layers, num_ranks or problem.num_ranks)
 
 
 def _difference(
@@ -151,7 +150,7 @@ def _difference(
 ) -> StrategyDifference:
     changed = [(a, b) for a, b in zip(one.layers, other.layers, strict=True) if a != b]
     has_stages = any(a.stage != b.stage for a, b in changed)
-    rows = [replace(row_of(b, other.degrees[2], has_stages), split=_split(b)) for _, b in changed]
+    rows = [replace(row_of(b, other.stage_width(b.stage)[1], has_stages), split=_split(b)) for _, b in changed]
     seconds = {part: getattr(other_price, part) - getattr(price, part) for part in PARTS}
     return StrategyDifference(
         _changed_options(one, other),

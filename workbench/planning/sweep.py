@@ -211,11 +211,10 @@ class _Settings:
             ).resolved
         if not isinstance(strategy, ResolvedStrategy):
             return strategy_of(strategy, costs.layers, values["gpus"]).resolve(costs.layers, values["gpus"])
-        pipeline, data, model = strategy.degrees
-        if pipeline * data * model != values["gpus"] and not strategy.options.widths:
+        if strategy.num_ranks != values["gpus"]:
             raise StrategyError(
-                f"simulate: a strategy of {pipeline} x {data} x {model} = {pipeline * data * model} ranks on "
-                f"{values['gpus']} GPUs: all are used. Give a function of gpus, or a strategy without degrees."
+                f"simulate: a strategy of {strategy.num_ranks} ranks on {values['gpus']} GPUs: all are used. Give a "
+                "function of gpus, or a strategy without degrees."
             )
         return strategy
 

@@ -17,7 +17,7 @@ def write_strategy(problem: Problem, resolved: ResolvedStrategy) -> Strategy:
     layers = problem.costs.layers
     has_stages = resolved.num_stages > 1
     stages = [layer.stage for layer in resolved.layers]
-    rows = [row_of(layer, resolved.degrees[2], has_stages) for layer in resolved.layers]
+    rows = [row_of(layer, resolved.stage_width(layer.stage)[1], has_stages) for layer in resolved.layers]
     while True:
         splits = splits_of(layers, rows, stages)
         wrong = [i for i, split in enumerate(splits) if split != resolved.layers[i].split and rows[i].split is None]

@@ -227,10 +227,10 @@ class Controls:
         self.undo.disabled, self.redo.disabled = not state.can_undo, not state.can_redo
 
     def _show_degrees(self, state: PanelState) -> None:
-        degrees, widths = state.written_degrees, state.options.widths
+        degrees = state.written_degrees
         for name, number in self.degrees.items():
             number.value = getattr(degrees, name)
-        ranks = sum(data * model for data, model in widths) if widths else degrees.num_ranks
+        ranks = state.options.num_ranks or degrees.num_ranks
         fits = ranks == state.num_ranks
         text = f"= {ranks} ranks \u2713" if fits else f"= {ranks} ranks, but there are {state.num_ranks}"
         self.sum.value = f'<span class="{"wb-sum" if fits else "wb-wrong-sum"}">{text}</span>'
