@@ -133,6 +133,15 @@ def test_wrong_scopes(devices: Any, words: str) -> None:
     assert words in str(caught.value)
 
 
+def test_a_scope_with_more_places_than_devices() -> None:
+    def body(x: Any) -> Any:
+        with flow.scope.placement("gpu", "0:0-2", (2, 2)):
+            return x * 2
+
+    with pytest.raises(PlacementError, match=r"hierarchy \(2, 2\) has 4 places for 3 ranks"):
+        run_ranks(lambda rank: job_of(body)(X), 3)
+
+
 def test_unknown_device_type() -> None:
     with pytest.raises(PlacementError, match=r"device type 'tpu': known are gpu, cuda and cpu"):
         flow.scope.placement("tpu", "0:0")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from workbench.core.placement import Placement
 from workbench.errors import PlacementError
@@ -61,6 +65,24 @@ def parse_devices(devices: str | Sequence[str]) -> tuple[DeviceRange, ...]:
     return tuple(DeviceRange.parse(text) for text in listed)
 
 
+def in_grid(ranks: Sequence[int], hierarchy: Any) -> Any:
+    """A flat list of ranks as nested lists with the sizes of ``hierarchy``.
+
+    Raises:
+        PlacementError: it has more or fewer places than there are ranks.
+    """
+    if hierarchy is None:
+        return ranks
+    sizes = tuple(hierarchy)
+    count = math.prod(sizes)
+    if count != len(ranks):
+        raise PlacementError(
+            f"placement: hierarchy {sizes} has {count} places for {len(ranks)} ranks. Each rank has one place: give "
+            "sizes whose product is the number of ranks, or nested lists: flow.placement(ranks=[[0, 1], [2, 3]])."
+        )
+    return np.reshape(ranks, sizes).tolist()
+
+
 @dataclass(frozen=True)
 class Devices:
     """The ranks of a world by host: ``by_host[1][2]`` is the rank that is device 2 of host 1."""
@@ -106,7 +128,7 @@ class Devices:
 
     def placement(self, ranks: Sequence[int], hierarchy: Sequence[int] | None = None) -> Placement:
         """A placement on ranks, as one axis or in the shape ``hierarchy``."""
-        return Placement(self.device_type, tuple(ranks), tuple(hierarchy or (len(ranks),)))
+        return Placement.of(self.device_type, in_grid(ranks, hierarchy))
 
     def __str__(self) -> str:
         parts = [f'"{DeviceRange(host, 0, len(ranks) - 1)}"' for host, ranks in enumerate(self.by_host) if ranks]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from workbench.core.placement import Placement
 from workbench.errors import PlacementError
 from workbench.flow import devices, old_spellings
+from workbench.flow.hosts import in_grid
 from workbench.flow.local_tensor import join_with_local_tensors
 from workbench.transport.launchers import launcher_value
 
@@ -55,10 +53,10 @@ class _PlacementFactory:
             )
         if isinstance(ranks, Mapping):
             machines = ranks
-            ranks = _folded(_ranks_of(machines, world.world_size), hierarchy)
+            ranks = in_grid(_ranks_of(machines, world.world_size), hierarchy)
             old_spellings.warn_old_spelling(f'placement("{name}", {machines!r})', f'placement("{name}", ranks={ranks})')
         elif hierarchy is not None:
-            ranks = _folded(list(ranks), hierarchy)
+            ranks = in_grid(list(ranks), hierarchy)
         made = Placement.of(devices.device_type(name), ranks)
         try:
             made.check_world(world.world_size)
@@ -91,17 +89,3 @@ def _ranks_of(machines: Mapping[Any, Any], world_size: int) -> list[int]:
                 )
             found.append(machine * per_machine + device)
     return found
-
-
-def _folded(ranks: list[int], hierarchy: Any) -> Any:
-    """A flat list of ranks as nested lists with the sizes of ``hierarchy``."""
-    if hierarchy is None:
-        return ranks
-    sizes = tuple(hierarchy)
-    count = math.prod(sizes)
-    if count != len(ranks):
-        raise PlacementError(
-            f"placement: hierarchy {sizes} has {count} places for {len(ranks)} ranks. Each rank has one place: give "
-            "ranks as nested lists instead, e.g. ranks=[[0, 1], [2, 3]]."
-        )
-    return np.reshape(ranks, sizes).tolist()

@@ -52,7 +52,8 @@ class placement:  # noqa: N801 - programs write flow.scope.placement("gpu", "0:1
         hierarchy: the devices as a grid of this shape.
 
     Raises:
-        PlacementError: an argument does not parse. When the job runs: a device does not exist.
+        PlacementError: an argument does not parse. When the job runs: a device does not exist, or the grid has not as
+            many places as there are devices.
     """
 
     device_tag: str
