@@ -144,12 +144,12 @@ def bubble(ranks: Sequence[StepSpans]) -> float | None:
 @dataclass(frozen=True, slots=True)
 class LossTerm(JsonRecord):
     """What one rank has of a loss without asking the others: a number of which ``num_copies`` ranks have a copy. Where
-    ``is_term``, the loss is the sum of the different numbers that ``num_holders`` ranks have.
+    there is a ``reduction``, the loss is the sum, maximum or minimum of the numbers that ``num_holders`` ranks have.
     """
 
     value: float
     num_copies: int = 1
-    is_term: bool = False
+    reduction: str = ""
     num_holders: int = 1
 
 
@@ -183,7 +183,7 @@ class LastSteps(JsonRecord):
 def joined(parts: Sequence[LastSteps]) -> StepBlock | None:
     """The steps that all ranks report; None if there are none. A lost rank reports nothing and counts as idle.
 
-    >>> half = (LossTerm(0.25, 1, is_term=True, num_holders=2),)
+    >>> half = (LossTerm(0.25, 1, "sum", num_holders=2),)
     >>> joined([LastSteps(rank, 2, 7, (8,), half, (0.5,), (0.0,), (0,)) for rank in (0, 1)]).losses
     (0.5,)
     """
@@ -228,12 +228,15 @@ def _logical_values(parts: Sequence[LastSteps]) -> dict[str, Pairs]:
 
 
 def _logical(terms: Sequence[LossTerm | None]) -> float | None:
-    """The logical loss from each rank's part of it; None if a term of the sum is missing."""
+    """The logical loss from each rank's part of it; None if a term of the sum, or of the extremum, is missing."""
     known = [term for term in terms if term is not None]
-    if not known or not known[0].is_term:
+    if not known or not known[0].reduction:
         return known[0].value if known else None
-    total = sum(term.value / term.num_copies for term in known)
-    return total if len(known) == known[0].num_holders else None
+    if len(known) < known[0].num_holders:
+        return None
+    if known[0].reduction == "sum":
+        return sum(term.value / term.num_copies for term in known)
+    return (max if known[0].reduction == "max" else min)(term.value for term in known)
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,18 +133,19 @@ def last_steps(messages) -> StepBlock:
 
 @pytest.mark.parametrize(("ranks", "sbp"), [([0, 1], "S(0)"), ([0, 1], "B"), ([[0, 1]], "B, S(0)")])
 def test_the_last_steps_arrive_when_the_cell_ends(heard_seldom, ranks, sbp):
-    """Losses are read where they are: a sum of terms on each rank, or copies."""
+    """Losses are read where they are: terms of a sum or a maximum on each rank, or copies."""
 
     def program():
-        placement = wb.placement("cpu", ranks=ranks)
+        x = wb.ones(4, placement=wb.placement("cpu", ranks=ranks), sbp=sbp)
         for step in range(40):
-            wb.log(loss=wb.ones(4, placement=placement, sbp=sbp).sum() * (step + 1), samples=64)
+            wb.log(loss=x.sum() * (step + 1), most=x.cumsum(0).amax(), samples=64)
 
     run_cell(program)
     reported, rest = blocks(heard_seldom)[-1], last_steps(heard_seldom)
     assert (reported.stop_step, rest.first_step, rest.stop_step) == (2, 2, 40)
     assert rest.losses == tuple(4.0 * step for step in range(3, 41)) and rest.samples == (64,) * 38
     assert rest.num_ranks == 2 and all(time > 0 for time in rest.step_times_s) and len(rest.memory_bytes) == 2
+    assert [value for _, value in rest.values["most"]] == [4.0] * 38
 
 
 def test_ranks_that_fail_at_different_steps_tell_of_those_they_have_in_common(heard_seldom):
@@ -162,7 +163,7 @@ def test_a_rank_that_is_lost_tells_nothing(heard_seldom):
     parts = [LastSteps(1, 3, 5, (8,), (LossTerm(2.0, 3),), (0.5,), (0.25,), (10,), {"peak": 1})]
     block = joined(parts)
     assert block.losses == (2.0,) and block.time_s == ((0.0,), (0.5,), (0.0,)) and block.memory_bytes == ()
-    term = LossTerm(2.0, 1, is_term=True, num_holders=2)
+    term = LossTerm(2.0, 1, "sum", num_holders=2)
     assert joined([LastSteps(0, 2, 0, (8,), (term,), (0.5,), (0.0,), (0,))]).losses == (None,), "half of a sum"
 
 

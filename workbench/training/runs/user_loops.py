@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from workbench.core.metrics import LossTerm, StepSpans, joined
-from workbench.core.sbp import broadcast, partial_sum
+from workbench.core.sbp import Partial
 from workbench.errors import RunError
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor, plain
@@ -342,10 +341,8 @@ def _own_term(loss: Any) -> LossTerm | None:
     if loss._spec.is_placeholder:
         return None
     layout = loss._spec.layout
-    entries = list(zip(layout.sbp, layout.placement.shape, strict=True))
-    copies = math.prod(size for entry, size in entries if entry == broadcast)
-    is_term = any(entry == partial_sum for entry, _ in entries)
-    return LossTerm(float(plain(loss)), copies, is_term, layout.placement.num_ranks)
+    reduction = next((entry.reduction for entry in layout.sbp if isinstance(entry, Partial)), "")
+    return LossTerm(float(plain(loss)), layout.num_replicas, reduction, layout.placement.num_ranks)
 
 
 _loops: dict[World, _Loop] = {}
