@@ -236,7 +236,8 @@ def _logical(terms: Sequence[LossTerm | None]) -> float | None:
         return None
     if known[0].reduction == "sum":
         return sum(term.value / term.num_copies for term in known)
-    return (max if known[0].reduction == "max" else min)(term.value for term in known)
+    values = [term.value for term in known]
+    return max(values) if known[0].reduction == "max" else min(values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,9 @@ class Options:
     @property
     def num_ranks(self) -> int:
         """The ranks of degrees or widths; 0 if there are neither."""
-        return sum(map(prod, self.widths or (self.degrees or (0,),)))
+        if self.widths:
+            return sum(data * model for data, model in self.widths)
+        return prod(self.degrees) if self.degrees else 0
 
     def with_changes(self, **changes: Any) -> Options:
         """Options with some changed, by name. A value is right if its text is.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from workbench.core.layout import Layout
-from workbench.core.rank_numbers import on_ranks
+from workbench.core.placement import Placement
 from workbench.core.sbp import broadcast
 from workbench.core.strategy import ResolvedStrategy
 from workbench.errors import StrategyError
@@ -45,7 +45,7 @@ class StageRank:
         own = numbering.of(stage, rank_world.rank)
         self.transport = transport = StageTransport(rank_world, own, numbering, queues)
         self.rank_world, self._numbering = rank_world, numbering
-        self._in_use = state.in_use
+        self._in_use, self._own_layouts = state.in_use, state.layouts
         self.world = World(own, len(numbering.rank_of), rank_world.device, transport)
         self.world.traffic, self.world.rank_of = rank_world.traffic, numbering.rank_of
         self.world.context.checks_agreement = False  # the check compares over all ranks
@@ -179,8 +179,13 @@ class StageRank:
         """A result of the stage with its spec on this rank; a placeholder of another stage may stay one."""
         if not isinstance(result, GlobalTensor):
             return result
-        spec = result._spec
-        there = spec_of(self.rank_world, on_ranks(spec.layout, self._numbering.rank_of), spec.shape)
+        spec, placement = result._spec, result._spec.layout.placement
+        grid = tuple(self._numbering.rank_of[rank] for rank in placement)
+        is_everywhere = len(set(grid)) < len(grid)
+        placement = (
+            self._own_layouts.everywhere if is_everywhere else Placement(placement.device_type, grid, placement.shape)
+        )
+        there = spec_of(self.rank_world, Layout(placement, spec.layout.sbp), spec.shape)
         if spec.is_placeholder and not there.is_placeholder:
             return result
         with local_torch():
