@@ -85,7 +85,7 @@ class ResolvedStrategy:
     @property
     def num_ranks(self) -> int:
         """Ranks of all stages together."""
-        return self.options.num_ranks or prod(self.degrees)
+        return self.options.num_ranks if self.options.widths else prod(self.degrees)
 
     @property
     def schedule(self) -> str:
