@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 import threading
 from collections import UserDict
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -162,7 +164,8 @@ class Noisy:
         return 7
 
     def __getitem__(self, index):
-        return {"x": torch.randn(3) + index, "labels": torch.tensor([index, index])}
+        others = torch.tensor([np.random.rand(), random.random()])  # noqa: NPY002
+        return {"x": torch.cat([torch.randn(3), others]) + index, "labels": torch.tensor([index, index])}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -171,9 +174,10 @@ def test_augmentation_and_torchs_generator_do_not_depend_on_the_ranks(num_ranks)
         loader = wb.GlobalDataLoader(Noisy(), 4)
         return [(value_on_all_ranks(batch["x"]), value_on_all_ranks(batch["labels"])) for batch in loader]
 
-    before = torch.get_rng_state()
+    before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())  # noqa: NPY002
     found = run_ranks(program, num_ranks)[0]
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), str(np.random.get_state())) == before[1:]  # noqa: NPY002
     truth = [
         (value_on_all_ranks(batch["x"]), value_on_all_ranks(batch["labels"]))
         for batch in wb.GlobalDataLoader(Noisy(), 4)
@@ -184,10 +188,13 @@ def test_augmentation_and_torchs_generator_do_not_depend_on_the_ranks(num_ranks)
 
 
 def test_workers_read_the_same():
-    loader = wb.GlobalDataLoader(Noisy(), 3, num_workers=1, shuffle=True)
-    plain = wb.GlobalDataLoader(Noisy(), 3, shuffle=True)
-    for ours, theirs in zip(loader, plain, strict=True):
-        assert torch.equal(value_on_all_ranks(ours["x"]), value_on_all_ranks(theirs["x"]))
+    loader = wb.GlobalDataLoader(Noisy(), 3, num_workers=1)
+    plain = wb.GlobalDataLoader(Noisy(), 3)
+    found, expected = (
+        [torch.cat([value_on_all_ranks(batch["x"]) for batch in each]) for _ in range(2)] for each in (loader, plain)
+    )
+    assert all(map(torch.equal, found, expected))
+    assert not (found[0] == found[1]).any(), "each epoch has random numbers of its own"
 
 
 class Streamed:

@@ -1,5 +1,8 @@
 """``GlobalDataLoader`` of iterable data sets: the same batches on any number of ranks, and after a resume."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -21,7 +24,8 @@ class Numbers(IterableDataset):
     def __iter__(self):
         for index in range(self.count):
             number = (index * 3 + self.epoch) % self.count
-            yield {"x": torch.tensor([float(number), torch.rand(()).item()]), "label": number % 3}
+            noise = [torch.rand(()).item(), random.random(), np.random.rand()]  # noqa: NPY002
+            yield {"x": torch.tensor([float(number), *noise]), "label": number % 3}
 
 
 class Plain:

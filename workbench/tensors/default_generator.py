@@ -8,11 +8,13 @@ be nested. No exchange may happen inside: the ranks that it waits for may be wai
 from __future__ import annotations
 
 import functools
+import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from workbench.tensors.patch_table import patch
@@ -89,14 +91,26 @@ def restored(device: torch.device | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def drawing_from(*key: int) -> Iterator[None]:
-    """A context as ``restored``, in which what the CPU's generator draws depends on these numbers only.
+def all_restored() -> Iterator[None]:
+    """A context as ``restored``, also for the default generators of Python and numpy."""
+    with restored():
+        of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+def reseed(*key: int) -> None:
+    """Let what torch draws on the CPU, Python and numpy depend on these numbers only. Call it in ``all_restored``.
 
     Python's hash of whole numbers is the same in every process.
     """
-    with restored():
-        torch.default_generator.manual_seed(hash(key) & 0x7FFFFFFFFFFFFFFF)
-        yield
+    number = hash(key) & 0x7FFFFFFFFFFFFFFF
+    torch.default_generator.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)  # noqa: NPY002
 
 
 @contextmanager

@@ -45,8 +45,9 @@ class GlobalDataLoader:
     """Batches of a dataset as global tensors, split along dim 0. Without ``collate_fn`` each rank reads only its rows.
 
     The order of samples depends on ``seed`` and the epoch, not on the strategy or the number of ranks or workers. So do
-    the random numbers that the dataset draws from torch for a sample (augmentation). The last batch of an epoch may be
-    smaller, even smaller than the number of ranks. Each iteration over the loader is one epoch.
+    the random numbers that the dataset draws for a sample (augmentation) from torch, ``np.random`` or ``random``; a
+    generator of its own it seeds itself. The last batch of an epoch may be smaller, even smaller than the number of
+    ranks. Each iteration over the loader is one epoch.
 
     Args:
         dataset: all samples in arrays (a tuple or dict of them), or a map-style dataset of tensors, arrays or numbers,
@@ -65,7 +66,7 @@ class GlobalDataLoader:
         num_workers, collate_fn, pin_memory: as for ``torch.utils.data.DataLoader``. ``collate_fn`` gets all samples of
             the batch, as on one device: it may pad to the longest or mix samples. So each rank that holds a part reads
             and collates the whole batch, and keeps its rows; where that takes too long, pad in the dataset and leave
-            ``collate_fn`` out. What it draws from torch is equal on all ranks; seed numpy and ``random``. Mappings
+            ``collate_fn`` out. What it draws from torch, ``np.random`` and ``random`` is equal on all ranks. Mappings
             (``BatchEncoding``) become dicts. Numbers, and tensors that all samples share (no dims, one row, positions
             ``(T,)`` beside words ``(N, T)``), must be equal on all ranks and stay plain; one row may come once per
             sample.
@@ -312,7 +313,7 @@ def _made(
 @dataclass(frozen=True)
 class _Reproducible(Dataset[Any]):
     """Batches, by the indices of their samples. The random numbers of a sample depend on the seed, the epoch and its
-    index only, and those of ``collate`` on the first index. torch's default generator does not change.
+    index only, and those of ``collate`` on the first index. Default generators of the process do not change.
     """
 
     dataset: Sequence[Any]
@@ -322,8 +323,9 @@ class _Reproducible(Dataset[Any]):
 
     def __getitem__(self, indices: list[int]) -> Any:
         samples = []
-        for index in indices:
-            with default_generator.drawing_from(self.seed, self.epoch, index):
+        with default_generator.all_restored():
+            for index in indices:
+                default_generator.reseed(self.seed, self.epoch, index)
                 samples.append(self.dataset[index])
-        with default_generator.drawing_from(self.seed, self.epoch, -1, indices[0]):
+            default_generator.reseed(self.seed, self.epoch, -1, indices[0])
             return self.collate(samples)

@@ -91,8 +91,8 @@ def agreed(several: Sequence[Leaf | Shared], what: str) -> Leaf | Shared:
             raise LayoutError(
                 f"GlobalDataLoader, {what}: ranks have read {first} and {other}. The parts of one batch must have "
                 "one dtype and shape, up to dim 0, and what all samples share one value: pad in the dataset to one "
-                "size, or give a collate_fn that pads. A collate_fn gets the same samples on all ranks: seed what it "
-                "draws from numpy or random."
+                "size, or give a collate_fn that pads. A collate_fn gets the same samples on all ranks: seed its own "
+                "generators."
             )
     return first
 

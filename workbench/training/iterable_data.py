@@ -87,30 +87,34 @@ class Stream(IterableDataset[Chunk]):
     def __iter__(self) -> Iterator[Chunk]:
         samples = itertools.islice(self._samples(), self.start, None)
         is_first, position = True, self.start
-        while chunk := list(itertools.islice(samples, self.batch_size)):
-            rows = self.rows_of(len(chunk))
-            known = fingerprint(tree_leaves(as_tensors(self._collated(chunk, position)))) if is_first else ""
-            part = self._collated([chunk[int(row)] for row in rows], position) if len(rows) else None
+        while True:
+            with default_generator.all_restored():
+                chunk = list(itertools.islice(samples, self.batch_size))
+                if not chunk:
+                    return
+                rows = self.rows_of(len(chunk))
+                known = fingerprint(tree_leaves(as_tensors(self._collated(chunk, position)))) if is_first else ""
+                part = self._collated([chunk[int(row)] for row in rows], position) if len(rows) else None
             yield Chunk(len(chunk), rows, part, known)
             is_first, position = False, position + len(chunk)
 
     def _collated(self, samples: list[Any], position: int) -> Any:
-        with default_generator.drawing_from(self.seed, self.epoch, -1, position):
-            return self.collate(samples)
+        default_generator.reseed(self.seed, self.epoch, -1, position)
+        return self.collate(samples)
 
     def _samples(self) -> Iterator[Any]:
         """Samples whose random numbers depend on the seed, the epoch and the position."""
         set_epoch = getattr(self.dataset, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self.epoch)
-        with default_generator.drawing_from(self.seed, self.epoch):
-            samples = iter(self.dataset)
+        default_generator.reseed(self.seed, self.epoch)
+        samples = iter(self.dataset)
         for position in itertools.count():
-            with default_generator.drawing_from(self.seed, self.epoch, position):
-                try:
-                    sample = next(samples)
-                except StopIteration:
-                    return
+            default_generator.reseed(self.seed, self.epoch, position)
+            try:
+                sample = next(samples)
+            except StopIteration:
+                return
             yield sample
 
 
@@ -141,5 +145,5 @@ def check_alike(found: list[tuple[int, str]], what: str) -> None:
     raise RunError(
         f"GlobalDataLoader, {what}: {counts}{'' if found[0][0] != found[odd][0] else ', and not the same ones'}. Every "
         "rank reads the whole iterable data set, in one order, and keeps its own rows: do not split it by rank "
-        "(split_dataset_by_node, RANK), and seed what it draws from numpy or random."
+        "(split_dataset_by_node, RANK), and seed its own generators (np.random.default_rng(0))."
     )
