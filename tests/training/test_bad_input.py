@@ -10,7 +10,7 @@ from torch import nn
 import workbench as wb
 from tests.models.zoo import batch_for, make
 from tests.training.training_runs import Setup
-from workbench.errors import CheckpointError, StrategyError
+from workbench.errors import CheckpointError, LayoutError, StrategyError
 from workbench.testing import run_ranks
 
 
@@ -67,6 +67,31 @@ def test_heads_that_do_not_divide_are_handled():
     for loss, grad in run_ranks(program, 3):
         assert loss == pytest.approx(expected.loss.item(), rel=1e-5)
         torch.testing.assert_close(grad, truth, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["*: data", "*: model"])
+@pytest.mark.parametrize("makes_it", [False, True])
+def test_nested_tensors_are_refused(strategy, makes_it):
+    """Each rank would run all of them, and add its gradients."""
+    samples = [torch.ones(2, 3), torch.ones(5, 3)]
+    nested = lambda: torch.nested.nested_tensor(samples, layout=torch.jagged)  # noqa: E731
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 4)
+
+        def forward(self, x):
+            return self.fc(nested() if makes_it else x)
+
+    one = Model()
+
+    def program():
+        model = wb.parallelize(copy.deepcopy(one), strategy)
+        with pytest.raises(LayoutError, match=r"layer 'fc': an input is a nested tensor.*of 2 samples.*to_padded"):
+            model(torch.ones(2, 3) if makes_it else nested())
+
+    run_ranks(program, 2)
 
 
 def test_more_ranks_than_features_or_samples():

@@ -94,6 +94,17 @@ def refuse_dtensor(value: Any, call: str) -> None:
         )
 
 
+def refuse_nested(value: torch.Tensor, call: str) -> None:
+    """Raise ``LayoutError`` for a nested tensor, whose functions take a parameter's local part for a plain tensor: each
+    rank would run all samples, and their gradients would be added up.
+    """
+    if value.is_nested:
+        raise LayoutError(
+            f"{call} is a nested tensor (torch.nested) of {value.size(0)} samples, each of its own length. A global "
+            "tensor has one length per dim. Pad the samples, and mask what is padded: x.to_padded_tensor(0.0)."
+        )
+
+
 def from_local(
     local: torch.Tensor,
     world: World,

@@ -16,6 +16,7 @@ from workbench.core.layout import Layout
 from workbench.core.sbp import Split, broadcast, partial_sum
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.box import box_implicitly
+from workbench.tensors.conversion import refuse_nested
 from workbench.tensors.dispatch.fallback import run_fallback
 from workbench.tensors.dispatch.planning import Plan, operands_of
 from workbench.tensors.dispatch.registry import fold_name
@@ -59,6 +60,7 @@ def call_beside_sparse(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _checked(leaf: Any, function: str, device: torch.device) -> Any:
     if not is_sparse(leaf):
         return leaf
+    refuse_nested(leaf, f"{function}: an operand")
     if leaf.requires_grad and torch.is_grad_enabled():
         raise LayoutError(
             f"{function}: a sparse tensor of shape {tuple(leaf.shape)} requires a gradient, and meets a global tensor. "

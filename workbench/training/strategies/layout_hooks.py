@@ -20,7 +20,7 @@ from workbench.core.strategy import ResolvedLayer
 from workbench.core.weight_splits import TABLE, feature_dim
 from workbench.tensors.agreement import fingerprint
 from workbench.tensors.boxing.box import box, box_implicitly
-from workbench.tensors.conversion import from_local
+from workbench.tensors.conversion import from_local, refuse_nested
 from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.dispatch.sparse_operands import is_sparse
 from workbench.tensors.execution_context import ModuleCall
@@ -53,6 +53,8 @@ class PrepareInput:
 
     def _prepare(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or is_sparse(value):
+            if isinstance(value, torch.Tensor):
+                refuse_nested(value, f"layer {self._choice.name!r}: an input")
             return value
         layouts, choice, given = self._in_use.layouts, self._choice, value
         world = layouts.world
