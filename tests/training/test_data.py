@@ -178,21 +178,15 @@ def test_augmentation_and_torchs_generator_do_not_depend_on_the_ranks(num_ranks)
     found = run_ranks(program, num_ranks)[0]
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), str(np.random.get_state())) == before[1:]  # noqa: NPY002
-    truth = [
-        (value_on_all_ranks(batch["x"]), value_on_all_ranks(batch["labels"]))
-        for batch in wb.GlobalDataLoader(Noisy(), 4)
-    ]
-    for ours, theirs in zip(found, truth, strict=True):
+    for ours, theirs in zip(found, truth := program(), strict=True):
         assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
     assert truth[0][1].shape == (4, 2)
 
 
 def test_workers_read_the_same():
-    loader = wb.GlobalDataLoader(Noisy(), 3, num_workers=1)
-    plain = wb.GlobalDataLoader(Noisy(), 3)
-    found, expected = (
-        [torch.cat([value_on_all_ranks(batch["x"]) for batch in each]) for _ in range(2)] for each in (loader, plain)
-    )
+    loaders = [wb.GlobalDataLoader(Noisy(), 3, num_workers=number) for number in (1, 0)]
+    epoch = lambda loader: torch.cat([value_on_all_ranks(batch["x"]) for batch in loader])  # noqa: E731
+    found, expected = ([epoch(loader) for _ in range(2)] for loader in loaders)
     assert all(map(torch.equal, found, expected))
     assert not (found[0] == found[1]).any(), "each epoch has random numbers of its own"
 

@@ -1,4 +1,4 @@
-"""Data sets of arrays: all samples show what has a row for each, and lists are converted once."""
+"""What all samples share in data sets of arrays and batches; lists are converted once."""
 
 from __future__ import annotations
 
@@ -29,6 +29,19 @@ def test_what_all_samples_share_stays_plain(batch_size):
         assert torch.equal(found, words[:batch_size])
         for name, value in plain.items():
             assert type(value) is torch.Tensor and torch.equal(value, shared[name]), name
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_last_batch_of_one_sample_may_share_a_mask(num_ranks):
+    def with_mask(samples):
+        return {"words": torch.stack(samples), "mask": torch.ones(3, 3).tril()}
+
+    def program():
+        batches = list(wb.GlobalDataLoader([torch.ones(3)] * 5, 4, collate_fn=with_mask))
+        assert all(type(batch["mask"]) is torch.Tensor and batch["mask"].shape == (3, 3) for batch in batches)
+        return [len(batch["words"]) for batch in batches]
+
+    assert run_ranks(program, num_ranks) == [[4, 1]] * num_ranks
 
 
 def test_lists_are_converted_once_and_arrays_keep_their_memory(monkeypatch):

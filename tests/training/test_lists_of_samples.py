@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
@@ -80,6 +81,33 @@ def test_a_list_of_tensors_is_cut_by_entries_or_by_rows():
     with pytest.raises(RunError, match=r"4 samples and a list of 4 tensors of 4 rows each.*Give a tuple"):
         Batch({"pixels": pixels, "views": four}).cut(2)
     assert len(Batch({"pixels": pixels, "views": four}).cut(1)[0].inputs["views"]) == 4
+
+
+class Pairs(nn.Module):
+    """Scores of each image with each caption, by its length; its loss wants each with its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.images, self.texts = nn.Linear(6, 4), nn.Embedding(9, 4)
+
+    def forward(self, pixels, captions):
+        lengths = torch.tensor([len(caption) for caption in captions])
+        return F.cross_entropy(self.images(pixels) @ self.texts(lengths).T, torch.arange(len(pixels)))
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_each_sample_keeps_its_caption(kind, num_micro_batches):
+    torch.manual_seed(0)
+    model, pixels, captions = Pairs(), torch.randn(4, 6), ["a cat", "a dog", "an owl", "a"]
+    size = 4 // num_micro_batches
+    parts = [model(pixels[i : i + size], captions[i : i + size]).item() for i in range(0, 4, size)]
+
+    def program():
+        spread = wb.parallelize(copy.deepcopy(model), f"*: data | mb={num_micro_batches}")
+        return wb.forward_backward(spread, inputs={"pixels": pixels, "captions": kind(captions)}).item()
+
+    assert run_ranks(program, 2) == [pytest.approx(sum(parts) / len(parts), rel=1e-5)] * 2
 
 
 class OfImages(nn.Module):

@@ -1,6 +1,7 @@
 """Tensors of a batch whose rows are no samples: patches of images, boxes, anything that is shared."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import workbench as wb
 from workbench.errors import RunError
 from workbench.testing import run_ranks
 from workbench.training.batches import Batch
+from workbench.training.runs.job import Job
 
 WORDS = torch.arange(12).view(4, 3)
 GRIDS = torch.tensor([[1, 2, 2], [1, 1, 2], [1, 2, 3], [1, 1, 1]])
@@ -87,6 +89,29 @@ def test_rows_are_cut_by_what_the_call_says():
 def test_rows_that_the_batch_does_not_have_are_refused(rows, message):
     with pytest.raises(RunError, match=message):
         Batch.of_arguments(batch_of(), torch.arange(4), F.cross_entropy, rows)
+
+
+def test_inputs_whose_dim_0_is_time_are_refused_where_targets_have_samples():
+    """One micro-batch cuts nothing, and targets that belong to all samples are said to."""
+    words, classes = torch.ones(6, 4, 3), torch.arange(4)
+    with pytest.raises(RunError, match=r"6 samples, by dim 0 of its inputs, and targets of shape \(4,\).*batch_first"):
+        Batch(words, classes).cut(2)
+    assert Batch(words, classes).cut(1)[0].targets is classes
+    given = Batch.of_arguments(words, classes, F.cross_entropy, {"targets": None}).cut(2)
+    assert [part.targets is classes for part in given] == [True, True]
+    with pytest.raises(RunError, match=r"6 samples, .*targets of shape \(4,\)"):
+        Job(nn.Identity, (words, classes), F.cross_entropy, None, batch_size=2, num_steps=1)
+
+
+def test_a_dataclass_that_torch_does_not_know_is_refused_where_it_has_to_be_cut():
+    @dataclasses.dataclass
+    class Words:
+        ids: torch.Tensor
+
+    for batch in (Batch(Words(WORDS)), Batch(Words(WORDS), torch.arange(4))):
+        with pytest.raises(RunError, match=r"a Words, a dataclass, of which torch finds 0 tensors. Batches are cut"):
+            batch.cut(2)
+    assert Batch(Words(WORDS), torch.arange(4)).cut(1)[0].inputs.ids is WORDS
 
 
 def test_an_evaluation_cuts_rows_too():

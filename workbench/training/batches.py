@@ -20,18 +20,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
 from workbench.core.suggest import suggest
 from workbench.errors import RunError
 from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
+from workbench.training.joined_outputs import refuse_dataclasses
 from workbench.training.sample_rows import (
     Rows,
     batch_leaves,
     check_lists,
     check_rows,
+    check_targets,
     count_samples,
     lists_samples,
     rows_by_grids,
@@ -171,9 +173,12 @@ class Batch:
         parts = min(num_micro_batches, rows)
         sizes = [rows // parts + (i < rows % parts) for i in range(parts)]
         of_samples = {id(named[name]): given for name, given in self._rows(named).items()}
+        both = (self.inputs, self.targets)
+        is_list = lists_samples(both)
         if parts > 1:
-            check_lists((self.inputs, self.targets), rows)
-        is_list = lists_samples((self.inputs, self.targets))
+            refuse_dataclasses(both, "the batch has", "Batches are cut tensor by tensor")
+            check_lists(both, rows)
+            check_targets([t for t in tree_leaves(self.targets, is_leaf=is_list) if id(t) not in of_samples], rows)
 
         def parts_of(value: Any) -> Sequence[Any]:
             if is_list(value):
@@ -183,12 +188,9 @@ class Batch:
             is_cut = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows
             return split_rows(value, [1] * rows, sizes) if is_cut and parts > 1 else [value] * parts
 
-        leaves, structure = tree_flatten((self.inputs, self.targets), is_leaf=is_list)
+        leaves, structure = tree_flatten(both, is_leaf=is_list)
         pairs = [tree_unflatten(list(row), structure) for row in zip(*map(parts_of, leaves), strict=True)]
-        if count is None:
-            terms = list(map(float, sizes))
-        else:
-            terms = [_as_number(count(*pair)) for pair in pairs]
+        terms = [*map(float, sizes)] if count is None else [_as_number(count(*pair)) for pair in pairs]
         total = sum(terms) or 1.0
         return [Batch(pair[0], pair[1], n / total) for pair, n in zip(pairs, terms, strict=True)]
 
@@ -238,7 +240,7 @@ def num_samples(batch: Any) -> int:
     """Number of rows of a batch.
 
     Raises:
-        RunError: tensors with different numbers of rows, or no row at all.
+        RunError: tensors with different numbers of rows, no row at all, or a dataclass that torch does not know.
     """
     leaves = batch_leaves(batch)
     found = count_samples(leaves)
@@ -251,6 +253,7 @@ def num_samples(batch: Any) -> int:
             "that goes whole to each micro-batch."
         )
     if found == 0 or not any(isinstance(leaf, list) or getattr(leaf, "shape", ()) for leaf in leaves):
+        refuse_dataclasses(batch, "the batch has", "Batches are cut tensor by tensor")
         raise RunError(
             "the batch has 0 samples. A step needs at least 1: pass tensors with samples along dim 0, e.g. of shape "
             "(8, 32) for 8 samples."

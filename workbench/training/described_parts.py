@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from workbench.errors import LayoutError
 from workbench.training.batches import TARGET_KEYS
-from workbench.training.sample_rows import count_samples
+from workbench.training.sample_rows import may_count
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def describe_part(part: Any, num_rows: int, what: str, have_rows: Sequence[bool]
     if part is None:
         return None
     leaves, structure = tree_flatten(part)
-    is_clear = have_rows is not None or count_samples(leaves) == num_rows
+    is_clear = have_rows is not None or may_count(num_rows, leaves)
     if have_rows is None:
         have_rows = [isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (num_rows,) for leaf in leaves]
 

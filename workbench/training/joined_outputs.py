@@ -29,20 +29,22 @@ def join(outputs: list[Any], shares: list[float], sizes: list[int] | None = None
     return tree_unflatten(joined, structure)
 
 
-def refuse_dataclasses(output: Any) -> None:
-    """Raise for a dataclass in an output that several micro-batches or stages make: its tensors are not seen.
+def refuse_dataclasses(value: Any, what: str, rule: str) -> None:
+    """Raise for a dataclass in a batch or an output that is handled tensor by tensor: its tensors are not seen.
+
+    Args:
+        what, rule: for the message, e.g. ``"the batch has"`` and why its tensors have to be seen.
 
     Raises:
         RunError: it is not registered.
     """
-    for leaf in tree_leaves(output):
+    for leaf in tree_leaves(value):
         held = [getattr(leaf, each.name, None) for each in fields(leaf)] if is_dataclass(leaf) else []
         if any(isinstance(value, torch.Tensor) for value in tree_leaves(held)):
             kind = type(leaf).__name__
             raise RunError(
-                f"evaluate: the module returns a {kind}, a dataclass, of which torch finds 0 tensors. Outputs of "
-                "several micro-batches or stages are put together tensor by tensor. Call "
-                f"torch.export.register_dataclass({kind}) once, or return a dict or a tuple."
+                f"{what} a {kind}, a dataclass, of which torch finds 0 tensors. {rule}. Call "
+                f"torch.export.register_dataclass({kind}) once, or give a dict or a tuple."
             )
 
 

@@ -43,6 +43,12 @@ def count_samples(values: Iterable[Any]) -> int | None:
     return fitting.pop() if len(fitting) == 1 else None
 
 
+def may_count(num_samples: int, values: Iterable[Any]) -> bool:
+    """Whether the tensors among ``values`` can be those of so many samples: any other belongs to all samples."""
+    shapes = [tuple(leaf.shape) for leaf in values if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    return any(shape[0] == num_samples for shape in shapes) and _share_the_others(num_samples, shapes)
+
+
 def _share_the_others(num_samples: int, shapes: Iterable[tuple[int, ...]]) -> bool:
     """Whether, with ``num_samples`` samples, all tensors without one row per sample would belong to all samples."""
     lengths = {shape[1] for shape in shapes if shape[0] == num_samples and len(shape) > 1}
@@ -55,7 +61,8 @@ def lists_samples(batch: Any) -> Callable[[Any], bool]:
 
     Such are labels of detection, a dict for each image, and masks of segmentation, a tensor for each image. A list of
     tensors is one if it has as many entries as the tensors outside of lists have samples, unless all of its tensors
-    have that many rows themselves; or as there are dicts, where no tensor is outside of lists. A tuple never is.
+    have that many rows themselves; or as there are dicts, where no tensor is outside of lists. A tuple is one only if
+    it has texts (captions), as many as there are samples; so is a list of texts.
 
     >>> batch = {"pixels": torch.ones(2, 3), "masks": [torch.ones(5, 4), torch.ones(1, 4)]}
     >>> lists_samples(batch)(batch["masks"])
@@ -66,6 +73,8 @@ def lists_samples(batch: Any) -> Callable[[Any], bool]:
     rows = count_samples(leaves) if are_loose or any(_lists(leaf, Mapping) for leaf in leaves) else None
 
     def is_list(part: Any) -> bool:
+        if isinstance(part, (list, tuple)) and part and all(isinstance(entry, str) for entry in part):
+            return len(part) == rows
         if not _lists(part, torch.Tensor):
             return _lists(part, Mapping)
         return len(part) == rows and not (are_loose and all(entry.dim() and len(entry) == rows for entry in part))
@@ -102,7 +111,23 @@ def check_lists(batch: Any, num_samples: int) -> None:
             )
 
 
-def split_list(samples: list[Any], sizes: Sequence[int]) -> list[list[Any]]:
+def check_targets(targets: Iterable[Any], num_samples: int) -> None:
+    """Raise where samples are cut, and no target is: dim 0 of the inputs is then another one, such as time.
+
+    Raises:
+        RunError: there are targets, and none has a row for each sample, or one row for all.
+    """
+    shapes = [tuple(leaf.shape) for leaf in targets if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if shapes and all(shape[0] not in (1, num_samples) for shape in shapes):
+        raise RunError(
+            f"the batch has {num_samples} samples, by dim 0 of its inputs, and targets of shape "
+            f"{', '.join(map(str, shapes))}: 0 of them have a row for each sample, so inputs would be cut and targets "
+            "not. Samples lie along dim 0: x.transpose(0, 1), with batch_first=True in the model. If targets belong to "
+            "all samples, use one micro-batch, or say so in the call: rows={'targets': None}."
+        )
+
+
+def split_list(samples: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:
     """The entries of a list of samples for each micro-batch.
 
     Raises:

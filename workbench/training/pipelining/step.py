@@ -63,7 +63,7 @@ def forward_backward(
             its own loss, as its result, as ``.loss`` or ``["loss"]`` (transformers), or as a tuple's scalar.
         inputs: a tensor, a tuple for several arguments, or a dict for keywords (``BatchEncoding`` too). Dim 0 of a
             tensor counts samples and is cut. Positions, masks and numbers that all samples share are not cut. A list of
-            dicts, or of tensors of other sizes, has an entry for each sample: labels of detection, masks.
+            dicts, texts, or tensors of other sizes has an entry for each sample: labels of detection, masks.
         targets: a tensor, or dicts and tuples of them, cut in the same way. None with a dict of inputs: ``loss_fn``
             gets the entries ``label``, ``labels``, ``label_ids``, ``target`` or ``targets`` (one alone, several as a
             dict), and the module the others.
@@ -169,7 +169,8 @@ def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any
 
     def take(stage: Stage, index: int, output: Any) -> None:
         if len(parts) > 1 or len(executor.stages) > 1:
-            refuse_dataclasses(output)
+            rule = "Outputs of several micro-batches or stages are put together tensor by tensor"
+            refuse_dataclasses(output, "evaluate: the module returns", rule)
         found = tree_map(lambda leaf: stage.to_rank_world(leaf) if isinstance(leaf, GlobalTensor) else leaf, output)
         outputs[index] = tree_map(without_placeholder, outputs[index], found) if index in outputs else found
 

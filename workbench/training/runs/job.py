@@ -19,6 +19,7 @@ from workbench.training.datasets import (
     check_dataset,
     epoch_by_epoch,
     first_batch,
+    is_of_arrays,
     num_samples_of,
     take,
     with_tensors,
@@ -32,6 +33,7 @@ from workbench.training.runs.job_checks import (  # fmt: skip
     check_optimizer,
 )
 from workbench.training.runs.weight_changes import WeightHistory, perturb, precision_of
+from workbench.training.sample_rows import batch_leaves, check_targets
 
 WARM_UP_STEPS = 3
 """Steps that plan and cache. Throughput does not count them."""
@@ -93,7 +95,10 @@ class Job:
                 object.__setattr__(self, name, int(number))
         check_dataset(self.dataset, self.collate_fn, f"batch_size={self.batch_size}")
         object.__setattr__(self, "dataset", with_tensors(self.dataset))
-        check_batch_size(self.batch_size, num_samples_of(self.dataset), self.dataset)
+        num_samples = num_samples_of(self.dataset)
+        check_batch_size(self.batch_size, num_samples, self.dataset)
+        if self.loss_fn is not None and is_of_arrays(self.dataset):
+            check_targets(batch_leaves(Batch.of(self.dataset, self.loss_fn).targets), num_samples)
 
     def model(self) -> nn.Module:
         """A new model with the job's weights.
