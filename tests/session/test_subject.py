@@ -103,6 +103,22 @@ def test_the_data_and_the_loss_are_described() -> None:
     assert json.loads(json.dumps(settings)) == settings, "records from files are like those of today"
 
 
+def test_another_order_or_weighting_of_the_samples_is_another_training() -> None:
+    """Runs with and without them counted as one: two seeds had one row of means, and one of them a wrong baseline."""
+    data, weighted = (torch.zeros(6, 3), torch.zeros(6, dtype=torch.long)), nn.functional.cross_entropy
+    weights = torch.ones(2), torch.tensor([1.0, 3.0])
+    given: list[tuple[Any, dict[str, Any]]] = [
+        (weighted, {}),
+        (weighted, {"shuffle": False}),
+        (weighted, {"drop_last": True}),
+        (weighted, {"count": lambda inputs, targets: len(targets)}),
+        *((partial(weighted, weight=weight), {}) for weight in weights),
+        *((nn.CrossEntropyLoss(weight=weight), {}) for weight in weights),
+    ]
+    subjects = [Subject.of(lambda: nn.Linear(3, 2), data, loss, batch_size=4, steps=1, **more) for loss, more in given]
+    assert len({json.dumps(subject.settings()) for subject in subjects}) == len(given)
+
+
 class Noisy(torch.utils.data.Dataset):
     """Adds noise to a sample each time."""
 

@@ -15,7 +15,7 @@ from workbench.ui.runs.table_widget import RunTable
 SETTINGS = {"model": "mlp", "num_parameters": 100, "optimizer": "SGD(lr=0.1)", "seed": 0}
 
 
-DATA = ("sample_shape", "num_samples", "first_samples")
+DATA = ("sample_shape", "num_samples", "first_samples", "shuffle", "drop_last", "count")
 
 
 @pytest.mark.parametrize("other", [*SETTINGS, "loss", *DATA, "machine", "device", "threads"])

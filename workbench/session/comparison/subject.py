@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from workbench.core.presets import StrategyLike, strategy_of
@@ -80,6 +80,9 @@ class Subject:
             "sample_shape": "x".join(map(str, self.sample_shape)) or "scalar",
             "num_samples": num_samples_of(job.dataset),
             "first_samples": self.first_samples,
+            "shuffle": job.shuffle,
+            "drop_last": job.drop_last,
+            "count": function_name(job.count),
             "seed": job.seed,
         }
 
@@ -102,10 +105,16 @@ def function_name(function: Any) -> str:
 
 
 def _loss_text(loss_fn: Any) -> str:
-    """The name of the loss, with the options of a partial or of a module: others make another loss."""
-    own = loss_fn.keywords if isinstance(loss_fn, partial) else vars(loss_fn) if isinstance(loss_fn, nn.Module) else {}
-    options = ((name, value) for name, value in own.items() if name not in OF_TORCH and type(value) in PLAIN_VALUES)
-    texts = ", ".join(f"{name}={value!r}" for name, value in options)
+    """The name of the loss, with the options of a partial or of a module: others make another loss. Of class weights
+    and other tensors it has a checksum.
+    """
+    own = dict(loss_fn.keywords) if isinstance(loss_fn, partial) else {}
+    if isinstance(loss_fn, nn.Module):
+        own = {**vars(loss_fn), **dict(loss_fn.named_buffers())}
+    values = {name: value for name, value in own.items() if name not in OF_TORCH}
+    options = {name: repr(value) for name, value in values.items() if type(value) in PLAIN_VALUES}
+    options |= {name: fingerprint([value]) for name, value in values.items() if isinstance(value, Tensor)}
+    texts = ", ".join(f"{name}={text}" for name, text in options.items())
     name = function_name(loss_fn) or "the model's own"
     return f"{name}({texts})" if texts else name
 

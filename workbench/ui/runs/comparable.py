@@ -15,12 +15,15 @@ _TASK = {
     "sample_shape": "shape of a sample",
     "num_samples": "number of samples",
     "first_samples": "checksum of the first samples",
+    "shuffle": "shuffle",
+    "drop_last": "drop_last",
+    "count": "count",
 }
 """The settings that say what a run trains, in words."""
 
 
 def task_of(run: RunRecord) -> tuple[Hashable, ...]:
-    """What a run trains, but for the seed: model, optimizer, loss, samples and batch size."""
+    """What a run trains, but for the seed: model, optimizer, loss, samples, their order and batch size."""
     return *(run.settings.get(name) for name in _TASK), run.batch_size
 
 
