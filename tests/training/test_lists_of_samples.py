@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import workbench as wb
 from tests.pipeline.test_steps import whole
@@ -121,6 +122,40 @@ class OfImages(nn.Module):
         boxes = self.head(self.backbone(torch.stack(images)).relu().mean((2, 3)))
         losses = [(box - label["boxes"]).abs().mean() for box, label in zip(boxes.unbind(), labels, strict=True)]
         return {"boxes": torch.stack(losses).mean(), "size": boxes.square().mean()}
+
+
+class Boxes(nn.Module):
+    """As many boxes for each image as its first number says, scores of two heads, and names."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(6, 4) for _ in range(2))
+
+    def forward(self, pixels):
+        heads = [{"scores": head(pixels)} for head in self.heads]
+        images = zip(heads[0]["scores"].unbind(), pixels[:, 0].tolist(), strict=True)
+        return {"heads": heads, "images": [{"boxes": scores.repeat(int(count), 1)} for scores, count in images]}
+
+
+@pytest.mark.parametrize("counts", [(2, 2, 2, 2), (4, 4, 4, 4), (3, 1, 1), (1, 2)])
+@pytest.mark.parametrize("strategy", ["*: data", "*: data | mb=2"])
+def test_an_evaluation_gives_each_image_its_boxes(strategy, counts):
+    """Also the same number of them for all images: boxes of images of different micro-batches were joined."""
+    torch.manual_seed(0)
+    model, pixels = Boxes(), torch.randn(len(counts), 6)
+    pixels[:, 0] = torch.tensor(counts)
+    if counts[:2] == (2, 2):
+        pixels[0, 0] = 3
+    expected = model(pixels)
+
+    def program():
+        found = wb.evaluate(wb.parallelize(copy.deepcopy(model), strategy), pixels)
+        return [[whole(leaf) for leaf in tree_leaves(found[name])] for name in expected]
+
+    for found in run_ranks(program, 2):
+        for ours, name in zip(found, expected, strict=True):
+            theirs = tree_leaves(expected[name])
+            assert len(ours) == len(theirs) and all(a.allclose(b, atol=1e-6) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("strategy", ["*: data", "*: data | mb=2", "*: data; head: data@1 | mb=2 1f1b"])

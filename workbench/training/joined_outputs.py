@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from workbench.errors import RunError
 def join(outputs: list[Any], shares: list[float], sizes: list[int] | None = None) -> Any:
     """The outputs of micro-batches as one: tensors joined along dim 0, scalars as means weighted by ``shares``.
 
+    A list with a dict for each sample (boxes of each image) is joined by its entries.
+
     Args:
         sizes: samples of the micro-batches, of which dim 0 of a tensor must be a multiple. None: it may be anything.
 
@@ -23,10 +26,13 @@ def join(outputs: list[Any], shares: list[float], sizes: list[int] | None = None
     >>> join([(torch.ones(2, 3), torch.tensor(1.0)), (torch.ones(1, 3), torch.tensor(4.0))], [2 / 3, 1 / 3])[1]
     tensor(2.)
     """
-    leaves = [tree_flatten(output)[0] for output in outputs]
-    structure = tree_flatten(outputs[0])[1]
-    joined = [_join_leaf(list(parts), shares, sizes) for parts in zip(*leaves, strict=True)]
-    return tree_unflatten(joined, structure)
+    flat = [tree_flatten(output, _lists_dicts) for output in outputs]
+    joined = [_join_leaf(list(parts), shares, sizes) for parts in zip(*(leaves for leaves, _ in flat), strict=True)]
+    return tree_unflatten(joined, flat[0][1])
+
+
+def _lists_dicts(part: Any) -> bool:
+    return isinstance(part, list) and bool(part) and all(isinstance(entry, Mapping) for entry in part)
 
 
 def refuse_dataclasses(value: Any, what: str, rule: str) -> None:
@@ -51,6 +57,8 @@ def refuse_dataclasses(value: Any, what: str, rule: str) -> None:
 def _join_leaf(parts: list[Any], shares: list[float], sizes: list[int] | None) -> Any:
     if len(parts) == 1:
         return parts[0]
+    if isinstance(parts[0], list):
+        return _join_lists(parts, shares, sizes)
     if not isinstance(parts[0], torch.Tensor):
         return parts[0] if all(type(part) is type(parts[0]) and part == parts[0] for part in parts[1:]) else parts
     if parts[0].dim() == 0:
@@ -58,6 +66,17 @@ def _join_leaf(parts: list[Any], shares: list[float], sizes: list[int] | None) -
     if sizes is not None:
         _check_counts_samples(parts, sizes)
     return torch.cat(parts)
+
+
+def _join_lists(parts: list[list[Any]], shares: list[float], sizes: list[int] | None) -> list[Any]:
+    """Lists with a dict for each sample, one after the other. The tensors of other lists, such as one of the results of
+    several heads, have a row for each sample, and are joined.
+    """
+    if sizes is not None and [len(part) for part in parts] == sizes:
+        tensors = [(leaf, size) for part, size in zip(parts, sizes, strict=True) for leaf in tree_leaves(part)]
+        if any(leaf.shape[:1] != (size,) for leaf, size in tensors if isinstance(leaf, torch.Tensor)):
+            return [entry for part in parts for entry in part]
+    return [join(list(entries), shares, sizes) for entries in zip(*parts, strict=True)]
 
 
 def _check_counts_samples(parts: list[torch.Tensor], sizes: list[int]) -> None:

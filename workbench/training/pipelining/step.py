@@ -143,10 +143,11 @@ def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any
         inputs, rows: as for ``forward_backward``.
 
     Returns:
-        The module's output, with its tensors joined along dim 0; scalars are means, weighted by samples. Tensors are
-        global, on the stage that made them; ``full_tensor`` and ``item`` read them on every rank. Under several
-        micro-batches, dim 0 has to count samples: a table, a mean over the batch or a matrix of pairs is refused where
-        sizes show it, and joined too where its length is a multiple of a micro-batch's size and all have this size.
+        The module's output, with its tensors joined along dim 0, and a list with a dict for each sample (boxes) by its
+        entries; scalars are means, weighted by samples. Tensors are global, on the stage that made them;
+        ``full_tensor`` and ``item`` read them on every rank. Under several micro-batches, dim 0 has to count samples: a
+        table, a mean over the batch or a matrix of pairs is refused where sizes show it, and joined too where its
+        length is a multiple of a micro-batch's size and all have this size.
 
     Raises:
         StrategyError: the module has no strategy.
