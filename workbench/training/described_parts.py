@@ -50,9 +50,6 @@ class Shared:
             return mine.dtype == others.dtype and torch.equal(mine, others)
         return type(mine) is type(others) and mine == others
 
-    def __hash__(self) -> int:
-        return hash(type(self.value))
-
 
 def describe_part(part: Any, num_rows: int, what: str, have_rows: Sequence[bool] | None) -> Any:
     """Each leaf of a rank's part as a ``Leaf`` or ``Shared``; None for no part.
