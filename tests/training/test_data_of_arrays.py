@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import Subset, TensorDataset, random_split
 
 import workbench as wb
+from workbench.errors import RunError
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.testing import run_ranks
 from workbench.training.runs.job import Job
@@ -42,6 +44,28 @@ def test_a_last_batch_of_one_sample_may_share_a_mask(num_ranks):
         return [len(batch["words"]) for batch in batches]
 
     assert run_ranks(program, num_ranks) == [[4, 1]] * num_ranks
+
+
+X = torch.arange(24.0).view(12, 2)
+PARTS = {
+    "arrays": lambda rank: (X[rank::2], torch.arange(6)),
+    "tensors": lambda rank: TensorDataset(X[6 * rank :][:6]),
+    "lists": lambda rank: list(X[rank::2]),
+    "subsets": lambda rank: Subset(TensorDataset(X), range(rank, 12, 2)),
+    "drawn": lambda rank: random_split(X, [6, 6], generator=torch.Generator().manual_seed(rank))[0],
+    "of other lengths": lambda rank: [0] * (4 + rank),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_part_of_the_data_set_on_each_rank_is_refused(kind):
+    """Each rank read its rows of its own part, so half of the samples were never seen."""
+
+    def program(rank):
+        with pytest.raises(RunError, match=r"data set of epoch 0: \d samples on rank 0.*do not split it by rank"):
+            next(iter(wb.GlobalDataLoader(PARTS[kind](rank), 4)))
+
+    run_ranks(program, 2)
 
 
 def test_lists_are_converted_once_and_arrays_keep_their_memory(monkeypatch):

@@ -93,7 +93,7 @@ def test_a_data_set_that_is_split_by_rank_is_refused(shard):
         def __iter__(self):
             return iter([torch.ones(2) * number for number in shard(wb.rank())])
 
-    with pytest.raises(RunError, match=r"rank 0, \d on rank 1.*reads the whole.*split_dataset_by_node"):
+    with pytest.raises(RunError, match=r"rank 0, \d on rank 1.*has the whole.*split_dataset_by_node"):
         run_ranks(lambda: list(wb.GlobalDataLoader(Sharded(), 2)), 2)
 
 

@@ -26,6 +26,7 @@ from workbench.training.batches import as_tensors
 from workbench.training.datasets import (
     Collate,
     check_dataset,
+    checksum_of,
     collate,
     epoch_by_epoch,
     is_of_arrays,
@@ -72,8 +73,8 @@ class GlobalDataLoader:
             sample.
 
     Raises:
-        RunError: a loader or an iterator instead of a dataset; an iterable one with ``shuffle``, or with other samples
-            on other ranks.
+        RunError: a loader or an iterator instead of a dataset; an iterable one with ``shuffle``; other samples on other
+            ranks, as far as numbers of samples, arrays, indices of a ``Subset`` and the ends of a list show it.
         LayoutError: a layout that splits another dim than 0, or parts of a batch that do not fit together.
         ValueError: a batch size below 1, or both module and placement.
 
@@ -174,6 +175,8 @@ class GlobalDataLoader:
 
     def _batches(self, world: World, epoch: int, start: int) -> Iterator[Any]:
         assert self._num_samples is not None
+        what = f"data set of epoch {epoch}"
+        check_alike(all_gather_object((self._num_samples, checksum_of(self.dataset)), world, what), what)
         epochs = epoch_by_epoch(self._num_samples, self.shuffle, self.seed)
         order = next(islice(epochs, epoch if self.shuffle else 0, None))[start:]
         smallest = self.batch_size if self.drop_last else 1

@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 from workbench.errors import RunError
+from workbench.tensors.agreement import fingerprint
 from workbench.training.batches import Batch, LossFunction, as_tensors, named_tensors, num_samples, of_kind
 from workbench.training.sample_rows import batch_leaves, count_samples
 
 Collate = Callable[[list[Any]], Any]
 """Samples -> a batch, as for ``torch.utils.data.DataLoader``."""
+_NUM_ROWS = 8
+"""Of an array that its checksum reads, at most."""
 
 
 def check_dataset(dataset: Any, collate_fn: Collate | None, call: str) -> None:
@@ -118,6 +121,20 @@ def columns_of(dataset: Any) -> Any:
     if isinstance(dataset, TensorDataset):
         return dataset.tensors
     return _as_columns(dataset) if is_of_arrays(dataset) else None
+
+
+def checksum_of(dataset: Any) -> str:
+    """A checksum of a data set by which ranks see that they have others. It reads no sample: of arrays it has some
+    rows, of a subset some indices, of a list the first and the last entry. Empty where nothing is known so.
+    """
+    columns = columns_of(dataset)
+    if columns is not None:
+        found = [column for column in tree_leaves(columns) if column.dim() and column.layout is torch.strided]
+        return fingerprint(column[:: len(column) // _NUM_ROWS + 1].contiguous() for column in found)
+    if isinstance(dataset, Subset):
+        return f"{fingerprint([torch.as_tensor(dataset.indices)])} of {checksum_of(dataset.dataset)}"
+    ends = [dataset[0], dataset[-1]] if isinstance(dataset, list) and dataset else []
+    return fingerprint(tree_leaves(as_tensors(ends)))
 
 
 def is_of_arrays(dataset: Any) -> bool:

@@ -137,13 +137,13 @@ def unchanged(part: Any) -> Any:
 
 
 def check_alike(found: list[tuple[int, str]], what: str) -> None:
-    """Raise ``RunError`` if ranks have read other samples: numbers and fingerprints of a batch, by rank."""
+    """Raise ``RunError`` if ranks have other samples: numbers and fingerprints of a batch or a data set, by rank."""
     odd = next((rank for rank, one in enumerate(found) if one != found[0]), None)
     if odd is None:
         return
     counts = f"{found[0][0]} samples on rank 0, {found[odd][0]} on rank {odd}"
     raise RunError(
         f"GlobalDataLoader, {what}: {counts}{'' if found[0][0] != found[odd][0] else ', and not the same ones'}. Every "
-        "rank reads the whole iterable data set, in one order, and keeps its own rows: do not split it by rank "
-        "(split_dataset_by_node, RANK), and seed its own generators (np.random.default_rng(0))."
+        "rank has the whole data set, in one order, and reads its own rows, or keeps them: do not split it by rank "
+        "(split_dataset_by_node, shard, RANK), and seed what draws it (random_split(..., generator=...))."
     )
