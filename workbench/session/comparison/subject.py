@@ -82,7 +82,7 @@ class Subject:
             "first_samples": self.first_samples,
             "shuffle": job.shuffle,
             "drop_last": job.drop_last,
-            "count": function_name(job.count),
+            "count": function_name(job.count) or "samples",
             "seed": job.seed,
         }
 

@@ -17,7 +17,7 @@ _TASK = {
     "first_samples": "checksum of the first samples",
     "shuffle": "shuffle",
     "drop_last": "drop_last",
-    "count": "count",
+    "count": "count of terms",
 }
 """The settings that say what a run trains, in words."""
 
