@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
 import torch
 
 from workbench.core.sbp import Split
-from workbench.kernels.launch import identity_element
 from workbench.tensors.dispatch.local_call import on_shards, sum_terms
 from workbench.tensors.dispatch.placeholder_calls import autocast_state
 from workbench.tensors.dispatch.registry import Call, Resolution, composite, normalize_dims, rule, term
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.rules.reduction.extrema import filled_shards
 from workbench.tensors.rules.reduction.two_stage import gathered_rows, shard_sizes, splits, stages_of
 from workbench.tensors.rules.reduction.variance import LOW_PRECISION
 
 
 def _scan(
-    scan: Any,
-    total: Any,
-    neutral: float,
-    input: Any,
-    dim: Any = None,
-    *,
-    dtype: torch.dtype | None = None,
-    out: Any = None,
+    scan: Any, total: Any, input: Any, dim: Any = None, *, dtype: torch.dtype | None = None, out: Any = None
 ) -> Any:
     """``scan`` along a split dim. ``total`` reduces a shard to the row from which later shards start. Both may return
-    a wider dtype, as torch's do of integers. ``neutral`` changes nothing under it.
+    a wider dtype, as torch's do of integers.
     """
     if out is not None or type(input) is not GlobalTensor or not isinstance(dim, int) or not input._spec.shape:
         return NotImplemented
@@ -46,15 +36,13 @@ def _scan(
     stages = stages_of(x, dims)
     rows = gathered_rows(x, stages, lambda t: total(t, dim, keepdim=True).to(result_dtype), [result_dtype], "cumsum")[0]
     number = shard_number(x, dim)
+    front, behind = ((slice(None),) * dim + (part,) for part in (slice(number), slice(number, None)))
 
     def add_before(t: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        # All rows on all ranks: torch's gradients do not depend on what is empty, or one element alone, and second
-        # gradients are exchanged in the order of their dependences.
-        num_rows = before.shape[dim]
-        is_later = torch.arange(num_rows, device=t.device) >= number
-        is_later = is_later.reshape([-1 if d == dim else 1 for d in range(t.dim())])
-        joined = torch.cat([before.masked_fill(is_later, neutral), t], dim)
-        return scan(joined, dim).to(result_dtype).narrow(dim, num_rows, t.shape[dim]).contiguous()
+        # Also the rows behind: second gradients are exchanged in the order of their dependences, which all ranks need
+        # alike, and torch's gradients do not depend on what is empty, or one element alone.
+        joined = torch.cat([before[front], t, before[behind]], dim)
+        return scan(joined, dim).to(result_dtype).narrow(dim, number, t.shape[dim]).contiguous()
 
     out_spec = [(stages.layout, x._spec.shape, result_dtype)]
     return on_shards(add_before, [x, rows], [stages.layout, stages.gathered], out_spec, "cumsum")[0]
@@ -81,9 +69,8 @@ def shard_number(x: GlobalTensor, dim: int) -> int:
     return number
 
 
-composite("cumsum")(partial(_scan, torch.cumsum, torch.sum, 0.0))
-composite("cumprod")(partial(_scan, torch.cumprod, torch.prod, 1.0))
-composite("logcumsumexp")(partial(_scan, torch.logcumsumexp, torch.logsumexp, -math.inf))
+for _name, _total in (("cumsum", torch.sum), ("cumprod", torch.prod), ("logcumsumexp", torch.logsumexp)):
+    composite(_name)(partial(_scan, getattr(torch, _name), _total))
 
 
 def _extremes(name: str, input: Any, dim: Any = None, *, out: Any = None) -> Any:
@@ -96,12 +83,9 @@ def _extremes(name: str, input: Any, dim: Any = None, *, out: Any = None) -> Any
     dim, x = dims[0], sum_terms(input)
     scan: Any = getattr(torch, name)
     stages, number = stages_of(x, dims), shard_number(x, dim)
-    start = sum(shard_sizes(x, dim)[:number])
-    filled = filled_shards(x, dim)
-    earlier = [n for n in (range(number) if filled is None else filled) if n < number]
-    kept_rows = earlier or [0]  # a first rank depends on the others' rows as they do, see _scan
-
-    lowest = identity_element(x.dtype, name.removeprefix("cum"))
+    sizes = shard_sizes(x, dim)
+    start, filled = sum(sizes[:number]), [n for n, size in enumerate(sizes) if size]
+    earlier, others = ([n for n in filled if (n < number) is is_earlier] for is_earlier in (True, False))
 
     def last(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if t.shape[dim] == 0:
@@ -111,15 +95,15 @@ def _extremes(name: str, input: Any, dim: Any = None, *, out: Any = None) -> Any
         return values.narrow(dim, t.shape[dim] - 1, 1), indices.narrow(dim, t.shape[dim] - 1, 1) + start
 
     def add_before(t: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        chosen = torch.tensor(kept_rows, dtype=torch.int64, device=t.device)
-        before = rows.index_select(dim, chosen)
-        before = before if earlier else before.masked_fill(torch.ones_like(before, dtype=torch.bool), lowest)
-        joined = torch.cat([before, t], dim)
         own = torch.arange(start, start + t.shape[dim], device=t.device)
         own = own.reshape([-1 if d == dim else 1 for d in range(t.dim())]).expand(t.shape)
-        origin = torch.cat([places.index_select(dim, chosen), own], dim)
+        front, behind = (torch.tensor(chosen, dtype=torch.int64, device=t.device) for chosen in (earlier, others))
+        joined, origin = (  # also with the rows behind, as in _scan
+            torch.cat([row.index_select(dim, front), part, row.index_select(dim, behind)], dim)
+            for row, part in ((rows, t), (places, own))
+        )
         values, indices = scan(joined, dim)
-        kept = [part.narrow(dim, len(kept_rows), t.shape[dim]) for part in (values, origin.gather(dim, indices))]
+        kept = [part.narrow(dim, len(earlier), t.shape[dim]) for part in (values, origin.gather(dim, indices))]
         return kept[0].contiguous(), kept[1].contiguous()
 
     pair = gathered_rows(x, stages, last, [x.dtype, torch.int64], name)
