@@ -294,10 +294,10 @@ def remember_placeholder_base(
                     leaf._memory_owner = memory_owner_without_history(operand)
             else:
                 leaf._memory_owner = memory_owner(operand)
-                base = leaf._history_base = operand if operand._history_base is None else operand._history_base
-                if base._history_views is None:
-                    base._history_views = weakref.WeakValueDictionary()
-                base._history_views[id(leaf)] = leaf
+                first = leaf._history_base = operand if operand._history_base is None else operand._history_base
+                if first._history_views is None:
+                    first._history_views = weakref.WeakValueDictionary()
+                first._history_views[id(leaf)] = leaf
 
 
 def _inherit(result: Any, view: GlobalTensor, call: tuple[Any, Any, Any]) -> None:

@@ -379,7 +379,7 @@ def _rebase(views: Sequence[GlobalTensor], base: GlobalTensor) -> None:
 
 
 def _spread(key: int, shape: Shape, metas: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-    """What is linked to its operand as a view is."""
+    """A result that depends on its operand as a view does."""
     return [metas[key].sum().expand(shape)]
 
 

@@ -161,19 +161,17 @@ class StageRank:
             with layouts, observed, Simulated(self.world), caches:
                 yield
         finally:
-            plain_now = []
-            for position, (holder, name, own, view) in enumerate(self._views):
+            for position in reversed(range(len(self._views))):
+                holder, name, own, view = self._views[position]
                 found: Any = holder.get(name)
                 if found is not view and not own._is_param:  # the forward has replaced this buffer
-                    if not isinstance(found, GlobalTensor):
-                        plain_now.append(position)  # or has removed it
+                    if not isinstance(found, GlobalTensor):  # by a plain tensor, or has removed it
+                        del self._views[position]
                         continue
                     left: Any = own if found._spec.is_placeholder else self.to_rank_world(found)
                     self._views[position] = (holder, name, left, found)
                     own = left
                 holder[name] = own
-            for position in reversed(plain_now):
-                del self._views[position]
 
     def to_rank_world(self, result: torch.Tensor) -> torch.Tensor:
         """A result of the stage with its spec on this rank; a placeholder of another stage may stay one."""

@@ -165,13 +165,10 @@ for _name in (*_ELEMENTWISE, *_BY_ROWS):
 
 
 def _handing_on_weight(torchs_own: Callable[..., Any]) -> Callable[..., Any]:
-    num_before = tuple(inspect.signature(torchs_own).parameters).index("weight")
-
     @functools.wraps(torchs_own)
     def l1_loss(*args: Any, **kwargs: Any) -> Any:
-        given = [*args[:2], kwargs.get("weight", args[num_before] if len(args) > num_before else None)]
-        given += [kwargs[name] for name in ("input", "target") if name in kwargs]
-        is_global = torch._C._is_torch_function_enabled() and any(type(tensor) is GlobalTensor for tensor in given)
+        given = (*args, *kwargs.values())
+        is_global = torch._C._is_torch_function_enabled() and any(isinstance(each, GlobalTensor) for each in given)
         return handle_torch_function(l1_loss, given, *args, **kwargs) if is_global else torchs_own(*args, **kwargs)
 
     return l1_loss
