@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -99,3 +101,21 @@ def test_a_tensor_may_occur_twice_in_what_is_differentiated_twice() -> None:
         return torch.autograd.grad(first.sum(), x)[0].full_tensor().tolist()
 
     assert run_ranks(program) == [[2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("write", [lambda y, w: y.add_(y.tanh()), lambda y, w: y[:1].add_(w[:1])])
+def test_a_backward_frees_what_was_written_after_its_use(write: Callable[[Any, Any], Any]) -> None:
+    """Ranks outside kept the graph of every step."""
+
+    def step(w: Any) -> Any:
+        y = w * 2
+        write(y, w)
+        y.sum().backward()
+        return weakref.ref(y)
+
+    def program() -> None:
+        left = step(wb.ones(2, placement=wb.placement(ranks=[0]), sbp=wb.sbp.broadcast).requires_grad_())
+        gc.collect()
+        assert left() is None
+
+    run_ranks(program, 2)

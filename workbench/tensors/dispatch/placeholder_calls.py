@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -186,6 +185,19 @@ def recipe_of(func: Callable[..., Any], args: Any, kwargs: Any, in_place: bool =
     return run
 
 
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+def _gradients(ctx: Any, grads: Any) -> Sequence[Any]:
+    """The gradients of a node's inputs. Where autograd frees the graph, the node drops the inputs: the history of one
+    that was written since (``x += f(x)``) leads back to the node, and Python collects no such cycle.
+    """
+    found: Sequence[Any] = ctx.second_order(grads) if torch.is_grad_enabled() else (None,) * ctx.num_inputs
+    if not _keeps_graph():
+        ctx.second_order = None
+    return found
+
+
 class _Placeholder(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -200,8 +212,7 @@ class _Placeholder(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         if any(leaf._gradient.placeholder is False for leaf in ctx.leaves):  # few steps need the walk over all inputs
             mark_placeholder_leaves(ctx)
-        found = ctx.second_order(grads) if torch.is_grad_enabled() else (None,) * ctx.num_inputs
-        return None, None, None, *found
+        return None, None, None, *_gradients(ctx, grads)
 
 
 _apply_placeholder = applying(_Placeholder)
@@ -218,7 +229,7 @@ class _PlaceholderWrite(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         mark_placeholder_leaves(ctx)
-        return None, *(ctx.second_order(grads) if torch.is_grad_enabled() else (None,) * ctx.num_inputs)
+        return None, *_gradients(ctx, grads)
 
 
 class _ToMeta(torch.autograd.Function):
@@ -298,7 +309,7 @@ def placeholder_outputs(
         results: dict[int, torch.Tensor] = {}
         for links in dict.fromkeys([info[2] for info in infos]):
             chosen = [i for i, info in enumerate(infos) if info[2] == links]
-            of_these = None if recipe is None else _only(recipe, chosen)
+            of_these: Any = recipe and (lambda metas, chosen=chosen: [*map(recipe(metas).__getitem__, chosen)])
             made = _alike([infos[i] for i in chosen], operands, device, of_these)
             results.update(zip(chosen, made, strict=True))
         return [results[i] for i in range(len(infos))]
@@ -334,14 +345,6 @@ def _alike(
     return made
 
 
-def _only(recipe: Recipe, chosen: list[int]) -> Recipe:
-    def some(metas: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-        results = recipe(metas)
-        return [results[i] for i in chosen]
-
-    return some
-
-
 def write_placeholder(
     target: GlobalTensor,
     operands: list[GlobalTensor],
@@ -371,16 +374,12 @@ def _rebase(views: Sequence[GlobalTensor], base: GlobalTensor) -> None:
     """Link views to the history that their base has now, as torch does where there is data. It refuses those that were
     made without gradients when they are used.
     """
+    key = id(base)
     for view in (view for view in views if not (view.is_leaf and view.requires_grad)):
         shape, is_alike = tuple(view.shape), view.dtype == base.dtype
-        recipe = partial(_spread, id(base), shape) if is_alike else None
-        of_base = _second_order([base], [id(base)], recipe, view.device)
+        recipe: Any = (lambda metas, shape=shape: [metas[key].sum().expand(shape)]) if is_alike else None
+        of_base = _second_order([base], [key], recipe, view.device)
         _PlaceholderWrite.apply(lambda grads, of_base=of_base: (None, *of_base(grads)), view, base)
-
-
-def _spread(key: int, shape: Shape, metas: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-    """A result that depends on its operand as a view does."""
-    return [metas[key].sum().expand(shape)]
 
 
 def _second_order_in_place(target: GlobalTensor, others: list[Any], func: Any, args: Any, kwargs: Any) -> Any:
