@@ -45,7 +45,7 @@ def on_shards(
             infos: list[OutputInfo] = [
                 (shape, dtype, linked and (dtype.is_floating_point or dtype.is_complex)) for _, shape, dtype in outs
             ]
-            results: Any = placeholder_outputs(infos, boxed, specs, world.device)
+            results: Any = placeholder_outputs(infos, boxed, world.device)
         else:
             with without_views_of_no_grad():
                 results = function(*boxed)

@@ -258,7 +258,7 @@ class _Mapping:
         world = specs[0].world
         if specs[0].is_placeholder:
             infos = [(spec.shape, dtype, links) for spec, dtype, links in results]
-            locals_ = placeholder_outputs(infos, operands, specs, world.device)
+            locals_ = placeholder_outputs(infos, operands, world.device)
         else:
             locals_ = tree_leaves(aliases(self.function(*tree_map(plain_alias, args), **kwargs)))
             self._check_shards(locals_, specs)

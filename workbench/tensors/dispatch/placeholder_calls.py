@@ -295,7 +295,6 @@ def _second_order(inputs: Sequence[torch.Tensor], keys: Sequence[int], recipe: R
 def placeholder_outputs(
     infos: list[OutputInfo],
     operands: list[GlobalTensor],
-    specs: list[Spec],
     device: torch.device,
     recipe: Recipe | None = None,
 ) -> Sequence[torch.Tensor]:
@@ -318,7 +317,7 @@ def placeholder_outputs(
 def wrapped_placeholders(found: Any, operands: list[GlobalTensor], specs: list[Spec], recipe: Recipe | None) -> Any:
     """The result that ``infer_outputs`` has found, with placeholders in these layouts as its tensors."""
     infos, structure, leaves = found
-    made = placeholder_outputs(infos, operands, specs, operands[0]._spec.world.device, recipe)
+    made = placeholder_outputs(infos, operands, operands[0]._spec.world.device, recipe)
     results = [wrap(result, spec) for result, spec in zip(made, specs, strict=True)]
     if structure.is_leaf() and results:
         return results[0]

@@ -67,7 +67,7 @@ class PlaceholderForward(ForwardCache):
         for _ in range(record.call.num_keys):
             draw_key(world)
         operands = [*inputs, *boxed, *record.parameters]
-        placeholders = placeholder_outputs(record.infos, operands, record.specs, world.device)
+        placeholders = placeholder_outputs(record.infos, operands, world.device)
         if record.structure.is_leaf() and len(placeholders) == 1:
             return wrap(placeholders[0], record.specs[0])
         made = [wrap(placeholder, spec) for placeholder, spec in zip(placeholders, record.specs, strict=True)]

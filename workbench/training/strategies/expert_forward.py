@@ -114,7 +114,7 @@ def _placeholder(spec: Spec, operands: list[GlobalTensor]) -> GlobalTensor:
     """The result on a rank of another stage."""
     links = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
     info = (tuple(spec.shape), operands[0].dtype, links)
-    return wrap(placeholder_outputs([info], operands, [spec], spec.world.device)[0], spec)
+    return wrap(placeholder_outputs([info], operands, spec.world.device)[0], spec)
 
 
 class _Call:

@@ -64,7 +64,7 @@ def flex_attention(
         infos: list[OutputInfo] = [
             (spec.shape, dtype, links) for spec, dtype in zip(specs, (query.dtype, wide, wide), strict=True)
         ]
-        found = placeholder_outputs(infos, operands, specs, world.device)
+        found = placeholder_outputs(infos, operands, world.device)
     else:
         region = split.region(tuple(query.shape), world.rank)
         shards = [plain_alias(x) for x in operands]

@@ -188,7 +188,7 @@ def _normalized(
         operands = [each for each in (x, weight, bias) if each is not None]
         info = (spec.shape, x.dtype, needs_grad(*operands))
         recipe = recipe_of(F.batch_norm, (x, None, None, weight, bias, True, 0.0, eps), {})
-        return wrap(placeholder_outputs([info], operands, [spec], spec.world.device, recipe)[0], spec)
+        return wrap(placeholder_outputs([info], operands, spec.world.device, recipe)[0], spec)
 
 
 def _on_channels(weight: Any, x: GlobalTensor, layouts: _Layouts) -> GlobalTensor | None:
