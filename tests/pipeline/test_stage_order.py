@@ -238,10 +238,11 @@ def test_an_evaluation_before_the_first_step_settles_the_stages(mode):
     copies = [copy.deepcopy(model) for _ in range(2)]
 
     def program(rank):
-        parallel = wb.parallelize(copies[rank], "pipeline | mb=2")
+        parallel, with_grad = wb.parallelize(copies[rank], "pipeline | mb=2"), []
+        parallel.register_forward_pre_hook(lambda *_: with_grad.append(torch.is_grad_enabled()))
         with mode():
             output = wb.evaluate(parallel, WORDS.clone()).full_tensor()
-        assert state_of(parallel).preset is None
+        assert (state_of(parallel).preset, set(with_grad)) == (None, {False})
         return output, wb.forward_backward(parallel, F.cross_entropy, WORDS, CLASSES).item()
 
     loss, *_ = on_one_device(copy.deepcopy(model), 2)

@@ -240,7 +240,9 @@ def reorder_stages(module: nn.Module, state: ParallelState, inputs: Any, world: 
     if state.resolved.num_stages == 1:
         return state
     try:
-        with torch.inference_mode(False):  # an evaluation may be in it, and tensors that are made there never train
+        has_grad = torch.is_grad_enabled()  # which False below would switch on
+        # An evaluation may be in inference mode, and tensors that are made there never train.
+        with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
             inputs = tree_map_only(torch.Tensor, lambda leaf: leaf.clone() if leaf.is_inference() else leaf, inputs)
             own = strategy_of(preset, describe(module, _calls(module, inputs, world)), world.world_size)
             strategy: Strategy = all_gather_object(own, world, "the order of a model's layers")[0]  # one for all ranks
