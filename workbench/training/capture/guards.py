@@ -54,7 +54,7 @@ def called_modules() -> Iterator[Callable[[], list[nn.Module]]]:
 
 
 def _is_own(hook: Any) -> bool:
-    """Whether it is one of ``called_modules``, which simulated ranks have at times of their own."""
+    """Whether it is one of ``called_modules``, which simulated ranks register and remove at different times."""
     return getattr(hook, "__module__", None) == __name__
 
 
