@@ -36,6 +36,7 @@ torch.utils._python_dispatch._pop_mode
 torch.utils._python_dispatch._push_mode
 
 # The graph of autograd, and what it saves
+torch._C._autograd._get_current_graph_task_keep_graph
 torch._C._autograd._get_sequence_nr
 torch._C._autograd._pop_saved_tensors_default_hooks
 torch._C._autograd._top_saved_tensors_default_hooks
