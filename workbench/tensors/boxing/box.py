@@ -17,7 +17,7 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Partial
 from workbench.errors import LayoutError
-from workbench.tensors.boxing.exchange import exchange_between, without_view_relations, without_views_of_no_grad
+from workbench.tensors.boxing.exchange import exchange_between, without_view_relations
 from workbench.tensors.boxing.explicit import Need, check_explicit
 from workbench.tensors.global_tensor import (
     GlobalTensor,
@@ -55,7 +55,7 @@ def box_to(tensor: GlobalTensor, target: Spec, function: str = "") -> GlobalTens
         if tensor.requires_grad and torch.is_grad_enabled():
             check_differentiable(source, target, function)
             return wrap(_apply_box(tensor, source, target, tag, site), target)
-        with without_views_of_no_grad():
+        with without_view_relations():
             made = exchange_between(source, target, tensor.dtype).run(tensor, tag)
         return wrap(made, target)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -35,15 +34,10 @@ _VIEW_RELATIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def without_view_relations() -> Any:
-    """A context in which a part of a buffer is no view to autograd: results of an ``autograd.Function`` that are made
-    here can be written in place.
+    """A context in which a part of a buffer is no view to autograd: results of an ``autograd.Function``, or of
+    ``torch.no_grad``, that are made here can be written in place.
     """
     return torch._C._ExcludeDispatchKeyGuard(_VIEW_RELATIONS)
-
-
-def without_views_of_no_grad() -> Any:
-    """The same under ``torch.no_grad``: autograd refuses writes with a history to the views that are made there."""
-    return nullcontext() if torch.is_grad_enabled() else without_view_relations()
 
 
 Pieces = list[tuple[Move, torch.Tensor]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from workbench.core.layout import Layout, Shape
 from workbench.tensors.boxing.box import box_implicitly
-from workbench.tensors.boxing.exchange import without_views_of_no_grad
+from workbench.tensors.boxing.exchange import without_view_relations
 from workbench.tensors.dispatch.placeholder_calls import OutputInfo, placeholder_outputs
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, spec_of, wrap
 
@@ -47,7 +48,7 @@ def on_shards(
             ]
             results: Any = placeholder_outputs(infos, boxed, world.device)
         else:
-            with without_views_of_no_grad():
+            with nullcontext() if torch.is_grad_enabled() else without_view_relations():
                 results = function(*boxed)
             results = [results] if isinstance(results, torch.Tensor) else results
             results = [r.view_as(r) if type(r) is GlobalTensor else r for r in results]

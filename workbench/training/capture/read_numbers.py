@@ -105,13 +105,9 @@ def read_numbers(objects: Iterable[Any] = ()) -> Iterator[Reads]:
         reads |= {key: (of, first) for key, (held, first) in found.items() if (of := held()) is not None}
 
 
-def _held(of: Any) -> Callable[[], Any]:
-    return lambda: of
-
-
 def _recording_reads(kind: Any) -> Any:
     """The ``__getattribute__`` of a class while a step is recorded."""
-    hold: Any = weakref.ref if kind is nn.Module else _held
+    hold: Any = weakref.ref if kind is nn.Module else (lambda of: lambda: of)
     never = _NEVER_NUMBERS if kind is nn.Module else {"__class__", "__dict__"}
 
     def read(of: Any, name: str) -> Any:

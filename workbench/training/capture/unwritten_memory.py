@@ -16,7 +16,7 @@ _MAKES_IT = {
 }  # fmt: skip
 _READS_NO_NUMBERS = {
     _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like, _aten.randint_like,
-    _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty, _aten.empty_like, _aten.new_empty_strided,
+    _aten.new_zeros, _aten.new_ones, _aten.new_full, *_MAKES_IT,
 }  # fmt: skip
 """Operators that read the shape and dtype of their operand."""
 
