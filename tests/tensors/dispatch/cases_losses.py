@@ -80,6 +80,7 @@ def _regressions(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Ten
     weight = w.detach().abs() + 1
     losses = F.mse_loss(x, y, reduction="sum") + 2 * F.mse_loss(x, y) + 3 * F.mse_loss(x, y, weight=weight)
     losses = losses + F.l1_loss(x, y, weight=weight) + F.l1_loss(x, target=y, reduction="sum", weight=weight)
+    losses = losses + F.l1_loss(*(t.reshape(-1) for t in (x, y)), weight=weight.reshape(-1))  # views, perhaps boxed
     return losses + F.l1_loss(x, y) + F.l1_loss(x, y, reduction="none") + 2 * F.huber_loss(x, y, "mean", 0.5, weight)
 
 

@@ -192,6 +192,8 @@ def _gradients(ctx: Any, grads: Any) -> Sequence[Any]:
     """The gradients of a node's inputs. Where autograd frees the graph, the node drops the inputs: the history of one
     that was written since (``x += f(x)``) leads back to the node, and Python collects no such cycle.
     """
+    if torch.is_grad_enabled() and ctx.second_order is None:
+        raise RuntimeError("create_graph=True through a graph that is freed: give its first backward retain_graph=True")
     found: Sequence[Any] = ctx.second_order(grads) if torch.is_grad_enabled() else (None,) * ctx.num_inputs
     if not _keeps_graph():
         ctx.second_order = None
