@@ -97,7 +97,7 @@ def _held_by_history(results: Sequence[torch.Tensor], inputs: Sequence[torch.Ten
             if isinstance(value, torch.Tensor):  # a view has what it is a view of
                 values += vars(value).values()
             elif isinstance(value, FunctionType):
-                values += value.__closure__ or ()
+                values += (*(value.__closure__ or ()), *(value.__defaults__ or ()))
             elif isinstance(value, (list, tuple, dict, CellType)):
                 values += gc.get_referents(value)
     return found
