@@ -309,10 +309,10 @@ def placeholder_outputs(
             return _alike(infos, operands, device, recipe)
         results: dict[int, torch.Tensor] = {}
         for links in dict.fromkeys([info[2] for info in infos]):
-            chosen = [i for i, info in enumerate(infos) if info[2] == links]
-            of_these: Any = recipe and (lambda metas, chosen=chosen: [*map(recipe(metas).__getitem__, chosen)])
-            made = _alike([infos[i] for i in chosen], operands, device, of_these)
-            results.update(zip(chosen, made, strict=True))
+            same = [i for i, info in enumerate(infos) if info[2] == links]
+            some: Callable[..., Any] | None = recipe and (lambda m, same=same: [*map(recipe(m).__getitem__, same)])
+            made = _alike([infos[i] for i in same], operands, device, some)
+            results.update(zip(same, made, strict=True))
         return [results[i] for i in range(len(infos))]
 
 
