@@ -233,6 +233,7 @@ def test_ten_faults(own_session, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.timeout(3600)
 def test_two_hundred_faults(own_session, tmp_path):
     chance = random.Random(2)

@@ -285,3 +285,13 @@ def test_the_report_of_a_resize_says_what_to_do():
     assert "Engines that had died were given back" in str(Resized(4, 2, has_lost_parts=True))
     assert str(Resized(2, 1)) == "workbench: 1 engine now, 2 before"
     assert "recovered ranks 2-3" in str(Resized(2, 4, [], Recovered((2, 3), 1, [("model", "rank 0")])))
+
+
+def test_an_engine_is_replaced_before_the_controller_has_seen_its_end():
+    replaced, dead = [], [1]
+    processes = SimpleNamespace(num_ranks=2, replaces_at_once=True, dead=lambda ranks: dead, record_oom_kills=list)
+    pool = EnginePool(processes, "cpu", folder=None)
+    pool._engines = SimpleNamespace(registered=lambda: [0, 1])
+    pool._describe_loss, pool.replace = list, replaced.append
+    pool.prepare([0])
+    assert replaced == [[1]]

@@ -184,6 +184,8 @@ class EnginePool:
                 raise Interrupted.during(outcome)
             self._has_attached = False
         missing = sorted(set(self.ranks) - set(self.live.registered()))
+        if not missing and self._processes.replaces_at_once:  # on this host a death shows before the controller sees it
+            missing = self._processes.dead(self.ranks)
         if missing and not self._processes.replaces_at_once and not set(missing) & set(targets):
             return
         if self._world_is_stale and not missing:
@@ -372,10 +374,8 @@ class EnginePool:
     def _addresses(self, listener: Listener) -> list[RendezvousAddress]:
         """Where the ranks of a profile are."""
         assert isinstance(self._processes, ProfileProcesses)
-        towards = (self._processes.controller_address,)
-        request = self.live.apply(
-            self.ranks, find_rendezvous_address, towards, self.tag(self.ranks, label="rendezvous")
-        )
+        tag, towards = self.tag(self.ranks, label="rendezvous"), (self._processes.controller_address,)
+        request = self.live.apply(self.ranks, find_rendezvous_address, towards, tag)
         outcome = self.follow(request, listener)
         raise_unless_ok(outcome, "start")
         return [outcome.replies[rank] for rank in self.ranks]
