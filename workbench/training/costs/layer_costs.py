@@ -7,6 +7,7 @@ the parameters that a function reads, say to which layer it belongs.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from torch.nn.modules import transformer
 from workbench.core.model_costs import ModelCosts, find_blocks
 from workbench.core.rows import in_order_of_calls
 from workbench.errors import StrategyError
+from workbench.tensors.dispatch.placeholder_calls import has_data
 from workbench.tensors.fake_mode import FakeTensorConverter, fake_mode, fake_state, without_log
 from workbench.tensors.program_state import ProgramState, tables_of
 from workbench.training.batches import Batch, arguments, own_loss
@@ -250,23 +252,36 @@ def heads_of(module: nn.Module) -> set[int]:
     return {number for number in found if isinstance(number, int) and not isinstance(number, bool) and number > 0}
 
 
+_detect: Any = transformer._detect_is_causal_mask
+_turn = threading.Lock()
+_inside: list[bool] = []
+"""Whether torch used oneDNN before, once for each thread inside: simulated ranks and panels count at the same time."""
+
+
 @contextmanager
 def without_values(module: nn.Module) -> Iterator[None]:
     """A context in which torch's own code that reads values goes by shapes: a square mask of torch's transformers is a
     causal one. Recurrent layers call functions whose work is known, on CPUs too.
     """
-    before = transformer._detect_is_causal_mask
-    transformer._detect_is_causal_mask = _is_square
-    was_enabled = torch.backends.mkldnn.set_flags(False)[0]
+    with _turn:
+        now = torch.backends.mkldnn.set_flags(False)[0]
+        _inside.append(_inside[0] if _inside else now)
+        transformer._detect_is_causal_mask = _is_square
     try:
         with even_experts(module):
             yield
     finally:
-        transformer._detect_is_causal_mask = before
-        torch.backends.mkldnn.set_flags(was_enabled)
+        with _turn:
+            was_enabled = _inside.pop()
+            if not _inside:
+                transformer._detect_is_causal_mask = _detect
+                torch.backends.mkldnn.set_flags(was_enabled)
 
 
 def _is_square(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    if mask is not None and has_data(mask):  # in another thread, which does not count
+        is_causal_one: bool = _detect(mask, is_causal, size)
+        return is_causal_one
     if is_causal is None and mask is not None:
         return mask.shape == 2 * (size or mask.shape[-2],)
     return is_causal is True
