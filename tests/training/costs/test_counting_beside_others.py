@@ -1,4 +1,4 @@
-"""What is counted in one thread leaves torch to others as it is."""
+"""What is counted in one thread changes nothing of torch for others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def settings() -> tuple[object, bool]:
     return transformer._detect_is_causal_mask, torch._C._get_mkldnn_enabled()
 
 
-def test_two_that_count_at_the_same_time_leave_torch_as_it_was() -> None:
+def test_after_two_that_count_at_the_same_time_torch_is_as_it_was() -> None:
     before = settings()
     first, second = ExitStack(), ExitStack()
     first.enter_context(without_values(nn.Identity()))
