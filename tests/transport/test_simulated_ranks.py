@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from tests.timeouts import WAIT_TIMEOUT_S
 from workbench.errors import CollectiveAborted
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
@@ -53,4 +54,4 @@ def test_a_rank_that_computes_for_long_has_its_turn_to_the_end():
 
 def test_ranks_that_wait_for_each_other_outside_of_exchanges_go_on():
     meet = threading.Barrier(3)
-    run_ranks(lambda rank: meet.wait(), 3)
+    assert sorted(run_ranks(lambda rank: meet.wait(WAIT_TIMEOUT_S), 3)) == [0, 1, 2]
