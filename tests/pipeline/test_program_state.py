@@ -64,6 +64,18 @@ class Drawing(Block):
         return x if self.generator.random() < 0.4 else super().forward(x)
 
 
+class AddingAHook(Block):
+    """Adds one in its first forward, and notes that it has, as models of ``transformers`` do."""
+
+    has_hook = False
+
+    def forward(self, x):
+        if not self.has_hook:
+            self.has_hook = True
+            self.a.register_forward_hook(lambda module, args, output: output * 1.5)
+        return super().forward(x)
+
+
 class DrawingOfNumpy(Block):
     def forward(self, x):
         return super().forward(x) * (1 + self.of_numpy.random())
@@ -219,6 +231,7 @@ KINDS = [
     CountingInAnEmptyObject,
     KeepingATuple,
     DrawingOfARandomState,
+    AddingAHook,
 ]
 
 
@@ -250,6 +263,7 @@ def test_blocks_that_read_or_leave_something_of_the_program_train_as_on_one_devi
         (CountingInAnObject, "interleaved"),
         (Drawing, "zero_bubble_v"),
         (TakingNotesInAnObject, "dualpipe_v"),
+        (AddingAHook, "interleaved"),
     ],
 )
 def test_each_stage_of_a_rank_goes_on_from_what_it_has_left(kind, schedule):
@@ -262,8 +276,8 @@ class Table(dict):
 
 
 def test_what_a_forward_changes_is_noticed_and_put_back():
-    """Generators of Python, numpy and torch, an attribute, a list, a tuple, an object, another module in a module's
-    place.
+    """Generators of Python, numpy and torch, an attribute, a list, a tuple, an object, a hook, another module in a
+    module's place.
     """
     model = Model(Block)
     model.empty, model.rows, model.last = Calls(), Table(), (torch.zeros(2), (np.zeros(2), 1))
@@ -290,6 +304,7 @@ def test_what_a_forward_changes_is_noticed_and_put_back():
         lambda: setattr(model.notes, "other", 0.5),
         lambda: model.notes.by_name["rows"].append(1),
         lambda: model.bl[0].table.fill(1),
+        lambda: model.bl[0].register_forward_hook(print, with_kwargs=True),
     ]
     kept = ProgramState([model], torch.device("cpu"))
     assert kept.is_unchanged()
@@ -308,7 +323,7 @@ def test_what_a_forward_changes_is_noticed_and_put_back():
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "kind", [CountingInAnEmptyObject, Drawing, KeepingATuple, CountingInAnObject, DrawingOfARandomState]
+    "kind", [CountingInAnEmptyObject, Drawing, KeepingATuple, CountingInAnObject, DrawingOfARandomState, AddingAHook]
 )
 def test_the_first_look_at_the_order_of_calls_leaves_nothing_behind(kind):
     assert_trains_as_one_device(kind, "pipeline | mb=2")

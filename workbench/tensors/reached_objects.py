@@ -17,6 +17,8 @@ from workbench.tensors.global_tensor import GlobalTensor
 
 OF_TORCH = frozenset(nn.Module().__dict__)
 """Attributes that every module has."""
+_HOOKS = tuple(sorted(name for name in OF_TORCH if name.startswith(("_forward_", "_backward_"))))
+"""Those in which it has its hooks. A forward may add some, and note that it has: ``transformers`` do."""
 HOLDERS = (list, dict, set, deque)
 PLAIN_VALUES = frozenset({bool, int, float, str, bytes, type(None)})
 _OTHERS_CODE = frozenset({"builtins", "torch", "numpy", "workbench"})
@@ -120,7 +122,7 @@ def _of_module(module: nn.Module) -> list[Any]:
     found = [value for name, value in module.__dict__.items() if name not in OF_TORCH]
     if not any(isinstance(buffer, GlobalTensor) for buffer in module._buffers.values()):
         found.append(module._buffers)
-    return [*found, *module._modules.values()]
+    return [*found, *(module.__dict__[name] for name in _HOOKS), *module._modules.values()]
 
 
 def _of_code(value: Any) -> list[Any]:
