@@ -150,3 +150,27 @@ def test_code_that_differs_by_rank():
     assert forward and forward.ranks == (1,) and forward.function == "linear" and forward.layer == "b", str(forward)
     assert "layer 'b', on rank 1: " in str(forward) and "S(0)" in forward.layouts[0]
     assert backward and backward.what.startswith("gradient") and backward.layer == "a", str(backward)
+
+
+@wb.register_rule("b d -> b d")  # wrong: its imaginary part takes columns apart
+def turned(x):
+    """Each value, with the sum of its row as its imaginary part."""
+    return torch.complex(x, x.sum(-1, keepdim=True).expand(x.shape))
+
+
+class Turns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.turn = nn.Linear(6, 8), nn.Parameter(torch.full((8,), 0.5 + 0.5j))
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return (turned(hidden) * self.turn).abs() if self.training else (hidden * self.turn).conj().imag
+
+
+def test_complex_numbers_are_compared_with_their_imaginary_parts():
+    cases = [["first: model:column | 1x1x2"]]
+    [found] = differences(Turns(), cases)
+    assert (found.function, found.what) == ("turned", "result") and found.size > 0.1, str(found)
+    [right] = differences(Turns().eval(), cases)
+    assert not right and right.num_compared >= 8, str(right)

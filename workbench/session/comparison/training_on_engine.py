@@ -139,13 +139,13 @@ def _variant(key: str, which: OneDevice, num_steps: int) -> Job:
     """The job of a run. Runs other than plain ones serve verdicts only, so they record losses and weights."""
     job = replace(_jobs[key], num_steps=num_steps, measures_memory=which.variant == "plain", seed=which.seed)
     job = replace(job, perturbed=which.precision) if which.variant.startswith("perturbed") else job
-    return replace(job, dtype=torch.float64) if which.variant.endswith("float64") else job
+    return replace(job, is_wide=True) if which.variant.endswith("float64") else job
 
 
 @contextmanager
 def _mode(job: Job) -> Iterator[None]:
     """What makes runs of a job comparable: the numbers of its dtypes, on GPUs too."""
-    with _undone(job), exact_sums(), KeepsFloat64() if job.dtype == torch.float64 else nullcontext():
+    with _undone(job), exact_sums(), KeepsFloat64() if job.is_wide else nullcontext():
         yield
 
 

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 _MATMUL, _CUDNN = torch.backends.cuda.matmul, cast(Any, torch.backends.cudnn)
 _EXACT = (
@@ -57,12 +59,37 @@ def _set(values: list[Any]) -> None:
         setattr(place, name, value)
 
 
+_WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 _TO = {torch.Tensor.to, torch.Tensor.type}
-_FLOAT = torch.Tensor.float
+_CASTS = {torch.Tensor.float: torch.float64, torch.Tensor.cfloat: torch.complex128}
+
+
+def wide(value: Any) -> Any:
+    """A value with its floating-point tensors in float64, and complex ones in complex128. Other tensors stay.
+
+    >>> wide([torch.ones(2), torch.arange(2)])
+    [tensor([1., 1.], dtype=torch.float64), tensor([0, 1])]
+    """
+
+    def widened(leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.is_complex():
+            return leaf.to(torch.complex128)
+        return leaf.double() if leaf.is_floating_point() else leaf
+
+    return tree_map_only(torch.Tensor, widened, value)
+
+
+def wide_model(model: nn.Module) -> nn.Module:
+    """The model, after its parameters and buffers have become what ``wide`` gives."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_complex():  # of which model.double() takes none, and model.to(torch.float64) the real parts
+            tensor.data = wide(tensor.data)
+    return model.double()
 
 
 class KeepsFloat64(TorchFunctionMode):
-    """A mode in which calls that would round a float64 tensor to float32 keep it in float64.
+    """A mode in which calls that would round a float64 tensor to float32 keep it in float64. Complex numbers likewise
+    keep 128 bits, and those that a call makes have them.
 
     Norms and losses of many models compute in float32 on purpose (``x.float()``, ``x.to(torch.float32)``,
     ``softmax(x, dtype=torch.float32)``). That is exact enough for them, but it spoils a comparison in float64.
@@ -77,11 +104,13 @@ class KeepsFloat64(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
-        if isinstance(first, torch.Tensor) and first.dtype == torch.float64:
-            if func is _FLOAT:
-                return first
-            if kwargs.get("dtype") == torch.float32:
-                kwargs = {**kwargs, "dtype": torch.float64}
+        if isinstance(first, torch.Tensor) and first.dtype in _WIDE.values():
+            if func in _CASTS:
+                return first.to(_CASTS[func])
+            if (dtype := kwargs.get("dtype")) in _WIDE:
+                kwargs = {**kwargs, "dtype": _WIDE[dtype]}
             if func in _TO:
-                args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+                args = tuple(_WIDE.get(value, value) if isinstance(value, torch.dtype) else value for value in args)
+        elif kwargs.get("dtype") == torch.complex64:  # torch.zeros(..., dtype=torch.cfloat) for a spectrum
+            kwargs = {**kwargs, "dtype": torch.complex128}
         return func(*args, **kwargs)

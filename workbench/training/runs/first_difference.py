@@ -26,8 +26,8 @@ from workbench.kernels.blocks import slice_region
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.program_state import undrawn
 from workbench.tensors.world import World, current
-from workbench.training.batches import Batch, LossFunction, cast
-from workbench.training.runs.exact_dtypes import KeepsFloat64
+from workbench.training.batches import Batch, LossFunction
+from workbench.training.runs.exact_dtypes import KeepsFloat64, wide, wide_model
 from workbench.training.runs.recorded_values import (
     LOSS,
     RecordedValue,
@@ -233,29 +233,29 @@ class _Search:
         """Both sides in float64; None if the model cannot run so."""
         if self.tolerance is TOLERANCES["float64"]:
             return None
-        wide = [None if one is None else one.with_options(precision="fp32") for one in (self.strategy, self.other)]
+        exact = [None if one is None else one.with_options(precision="fp32") for one in (self.strategy, self.other)]
         try:
             with KeepsFloat64():
-                return self._taken(wide[0], torch.float64), self._taken(wide[1], torch.float64)
+                return self._taken(exact[0], is_wide=True), self._taken(exact[1], is_wide=True)
         except CollectiveAborted:
             raise
         except (RuntimeError, TypeError, ValueError):  # the same on all ranks: a function without float64
             return None
 
     def _taken(
-        self, strategy: Strategy | None, dtype: torch.dtype | None = None, perturbed: bool = False
+        self, strategy: Strategy | None, *, is_wide: bool = False, perturbed: bool = False
     ) -> dict[ValueName, RecordedValue]:
         """This rank's values of a step under a strategy, or on one device."""
         model, batch = copy.deepcopy(self.model), self.batch
         if perturbed:
             perturb(model, self.tolerance)
-        if dtype is not None:
-            inputs, targets = cast((batch.inputs, batch.targets), dtype)
-            model, batch = model.to(dtype), replace(batch, inputs=inputs, targets=targets)
+        if is_wide:
+            inputs, targets = wide((batch.inputs, batch.targets))
+            model, batch = wide_model(model), replace(batch, inputs=inputs, targets=targets)
         parts = batch.cut(self.num_micro_batches)
         if strategy is not None:
             return values_under(strategy, model, parts, self.loss_fn)
-        precision = self.strategy.options.precision if dtype is None else "fp32"
+        precision = self.strategy.options.precision if not is_wide else "fp32"
         if not self.draws:
             values, self.draws = values_in_plain_torch(model, parts, self.loss_fn, precision)
             return values
@@ -351,7 +351,7 @@ def _terms_summed(
 
 def _summed(terms: Sequence[torch.Tensor], layout: Layout | None) -> torch.Tensor:
     kinds = [entry.reduction for entry in layout.sbp if isinstance(entry, Partial)] if layout is not None else []
-    stacked = torch.stack([term.double() for term in terms])
+    stacked = torch.stack([wide(term) for term in terms])
     return stacked.amax(0) if kinds[:1] == ["max"] else stacked.amin(0) if kinds[:1] == ["min"] else stacked.sum(0)
 
 
@@ -362,8 +362,8 @@ def _whole(by_rank: Sequence[RecordedValue | None]) -> torch.Tensor | None:
         return None
     first = next(iter(there.values()))
     if first.layout is None:
-        return first.local.double()
-    whole = torch.zeros(first.shape, dtype=torch.float64)
+        return wide(first.local)
+    whole = wide(torch.zeros(first.shape, dtype=first.local.dtype))
     for _, region, local in _terms_summed(there):
         slice_region(whole, region).copy_(local)
     return whole

@@ -13,7 +13,7 @@ from torch import nn
 
 from workbench.core.verdict import TOLERANCES, WEIGHT_STEPS, TensorChange
 from workbench.tensors.program_state import all_seeded
-from workbench.training.batches import Batch, Count, LossFunction, as_tensors, cast
+from workbench.training.batches import Batch, Count, LossFunction, as_tensors
 from workbench.training.datasets import (
     Collate,
     check_dataset,
@@ -24,6 +24,7 @@ from workbench.training.datasets import (
     take,
     with_tensors,
 )
+from workbench.training.runs.exact_dtypes import wide, wide_model
 from workbench.training.runs.job_checks import (  # fmt: skip
     check_batch_size,
     check_first_weights,
@@ -55,7 +56,7 @@ class Job:
         shuffle: a new order of the samples in every epoch, from the seed. False: the data set's order.
         drop_last: leave out a last batch of an epoch with fewer samples.
         count: (inputs, targets) -> the number of terms of a micro-batch's mean loss. None: its samples.
-        dtype: dtype of the floating-point numbers in model and data. None: unchanged.
+        is_wide: model and data have their floating-point numbers in float64, see ``exact_dtypes``.
         perturbed: a strategy's precision. The first weights change by up to one rounding unit of the precision in which
             the model then computes.
         measures_memory: False for a run of which only losses and weights are needed. Its memory figures are rough.
@@ -79,7 +80,7 @@ class Job:
     shuffle: bool = True
     drop_last: bool = False
     count: Count | None = None
-    dtype: torch.dtype | None = None
+    is_wide: bool = False
     perturbed: str | None = None
     measures_memory: bool = True
     draws: bool = False
@@ -110,7 +111,7 @@ class Job:
             model = self.model_fn()
         check_model(model)
         check_first_weights(model, self.begun, self.seed)
-        model = model.to(self.dtype) if self.dtype is not None else model
+        model = wide_model(model) if self.is_wide else model
         if self.perturbed is not None:
             perturb(model, TOLERANCES[precision_of(model, self.perturbed)])
         return model
@@ -139,7 +140,7 @@ class Job:
         batches = (indices for order in epochs for indices in order[:used].split(self.batch_size))
         for indices in islice(batches, self.num_steps):
             samples = take(self.dataset, indices, self.collate_fn)
-            yield Batch.of(samples if self.dtype is None else cast(as_tensors(samples), self.dtype), self.loss_fn)
+            yield Batch.of(wide(as_tensors(samples)) if self.is_wide else samples, self.loss_fn)
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class ValueRecorder(TorchFunctionMode):
     def _is_value(self, leaf: Any) -> bool:
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, GlobalTensor) != self._is_parallel:
             return False
-        return leaf.is_floating_point() and not isinstance(leaf, nn.Parameter)
+        return (leaf.is_floating_point() or leaf.is_complex()) and not isinstance(leaf, nn.Parameter)
 
     def _keeps(self, name: ValueName) -> Callable[[torch.Tensor], None]:
         return lambda grad: self._keep(name, grad, ())

@@ -214,10 +214,9 @@ def largest_difference(ours: State, truth: State) -> float:
         if name not in truth:
             return math.inf
         if value.numel():
-            expected = truth[name].to("cpu", torch.float64)
-            difference = float(
-                (value.to("cpu", torch.float64) - expected).abs().max() / expected.abs().max().clamp(min=1)
-            )
+            dtype = torch.complex128 if value.is_complex() else torch.float64
+            own, expected = value.to("cpu", dtype), truth[name].to("cpu", dtype)
+            difference = float((own - expected).abs().max() / expected.abs().max().clamp(min=1))
             worst = max(worst, math.inf if math.isnan(difference) else difference)
     return worst
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from workbench.core.verdict import TOLERANCES, WEIGHT_STEPS, TensorChange, Tolerance
+from workbench.training.runs.exact_dtypes import wide
 
 State = Mapping[str, torch.Tensor]
 """Tensors of a model's ``state_dict`` by name."""
@@ -41,7 +42,7 @@ def copied_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def precision_of(model: nn.Module, option: str = "fp32") -> str:
     """The coarsest precision in which a model computes: of its parameters, and of the strategy's ``option``."""
-    found = {_PRECISIONS[p.dtype] for p in model.parameters() if p.dtype in _PRECISIONS}
+    found = {_PRECISIONS[dtype] for p in model.parameters() if (dtype := p.dtype.to_real()) in _PRECISIONS}
     found |= {option} if option != "fp32" else set()
     return next((name for name in _FROM_COARSE if name in found), "fp32")
 
@@ -51,9 +52,10 @@ def perturb(model: nn.Module, tolerance: Tolerance) -> nn.Module:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.is_floating_point() and parameter.device.type != "meta":
+            is_trained = parameter.is_floating_point() or parameter.is_complex()
+            if is_trained and parameter.device.type != "meta":
                 factors = torch.rand(parameter.shape, generator=generator, dtype=torch.float64, device="cpu") * 2 - 1
-                moved = parameter.double() * (1 + tolerance.unit * factors.to(parameter.device))
+                moved = wide(parameter) * (1 + tolerance.unit * factors.to(parameter.device))
                 parameter.copy_(moved)
     return model
 
@@ -100,13 +102,12 @@ def _change(name: str, own: WeightHistory, truth: WeightHistory) -> TensorChange
     if not (truth.end[name].is_floating_point() or truth.end[name].is_complex()):
         return TensorChange(name, 0.0, 0.0, 0.0, 0.0) if torch.equal(own.end[name], truth.end[name]) else missing
     dtype = truth.end[name].dtype
-    wide = torch.complex128 if dtype.is_complex else torch.float64
-    a0, a, b0, b = (tensors[name].to("cpu", wide) for tensors in (own.start, own.end, truth.start, truth.end))
+    a0, a, b0, b = (wide(tensors[name].cpu()) for tensors in (own.start, own.end, truth.start, truth.end))
     is_same = (a == b) | (a.isnan() & b.isnan())
     is_broken = is_same & ~a.isfinite()  # nan or the same infinity on both: there is nothing to compare
     apart = ((a - a0) - (b - b0)).masked_fill(is_broken | is_same & (a0 == b0), 0)
     ours, theirs, end = (values.masked_fill(is_broken, 0) for values in (a - a0, b - b0, b))
-    unit = TOLERANCES[_PRECISIONS.get(dtype, "fp32")].unit
+    unit = TOLERANCES[_PRECISIONS.get(dtype.to_real(), "fp32")].unit
     rounding = unit * _norm(end.nan_to_num())
     return TensorChange(
         name, _norm(apart), _norm(theirs.nan_to_num()), _norm(ours.nan_to_num()), rounding, is_parameter
