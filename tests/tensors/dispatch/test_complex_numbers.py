@@ -1,4 +1,4 @@
-"""Complex numbers where a rank holds no row of a split dim."""
+"""Complex numbers: where a rank holds no row of a split dim, and assigned parts."""
 
 import pytest
 import torch
@@ -15,6 +15,23 @@ FUNCTIONS = {
     "constant_pad_nd": lambda x: torch.constant_pad_nd(x, (1, 2), 1 + 2j).abs().square(),
     "pad by zeros": lambda x: F.pad(x, (1, 2)).abs().square(),
 }
+
+
+@pytest.mark.parametrize("sbp", ["S(0)", "S(1)", "B"])
+def test_real_and_imaginary_parts_are_assigned(sbp):
+    def run(x):
+        row = x[0]
+        x.real += 1
+        x.imag = x.real * 2
+        x.real = torch.arange(2.0)
+        return x, row
+
+    def program():
+        x = wb.tensor(X[0, :5, 0], placement=wb.placement.all(), sbp=sbp)
+        return [each.full_tensor() for each in run(x)]
+
+    for found in run_ranks(program, 2):
+        torch.testing.assert_close(found, list(run(X[0, :5, 0].clone())))
 
 
 @pytest.mark.parametrize("sbp", ["S(0)", "S(1)", "B", "P"])

@@ -24,7 +24,7 @@ MAKERS = (
 )
 """Functions that make a tensor of another kind from tensors."""
 SETTERS = ("data", "grad", "real", "imag")
-"""Attributes of plain tensors to which a tensor can be assigned."""
+"""Attributes to which a tensor can be assigned."""
 
 
 def whole_values(values: Any) -> Any:
@@ -56,8 +56,12 @@ class _Attribute(property):
 
 def _set_whole(torchs_own: Any) -> property:
     def assign(tensor: torch.Tensor, value: Any) -> None:
-        if isinstance(value, GlobalTensor) and torch._C._is_torch_function_enabled():
-            value = value.full_tensor()
+        if torch._C._is_torch_function_enabled():
+            if isinstance(tensor, GlobalTensor):  # real or imag: it has its own data and grad
+                getattr(tensor, torchs_own.__name__).copy_(value)
+                return
+            if isinstance(value, GlobalTensor):
+                value = value.full_tensor()
         torchs_own.__set__(tensor, value)
 
     made = _Attribute(torchs_own.__get__, assign, torchs_own.__delete__, torchs_own.__doc__)
@@ -73,4 +77,4 @@ patch(
     _reading_whole,
 )
 for name in SETTERS:
-    patch(f"torch.Tensor.{name}", "a plain tensor would take this rank's shard of a global one", _set_whole)
+    patch(f"torch.Tensor.{name}", "it would take this rank's shard for a whole tensor", _set_whole)
