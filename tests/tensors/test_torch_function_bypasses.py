@@ -175,9 +175,10 @@ def test_function_transforms_are_refused_before_the_workbench_boxes_inside():
     def program():
         x = torch.ones(3, 4)
         model = wb.parallelize(copy.deepcopy(linear), "*: data | zero=3")
+        compared = wb.parallelize(copy.deepcopy(linear), "*: data")  # the ranks compare its first batch
         split = wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)", requires_grad=True)
         for transform in (torch.vmap, torch.func.jacrev):
-            for function in (model, lambda y: y * split.to_global(sbp="B")):
+            for function in (model, compared, lambda y: y * split.to_global(sbp="B")):
                 with pytest.raises(LayoutError, match=r"function transform .*torch.autograd.grad.*wb.local_map"):
                     transform(function)(x)
         model(x).sum().backward()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NoReturn
 from zlib import crc32
 
 import torch
@@ -23,6 +24,16 @@ from workbench.transport.user_code import name_in_user_code
 
 _NUM_SAMPLED = 64
 """Elements of a plain tensor that its fingerprint reads."""
+is_of_transform = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def refuse_in_transform(what: str, local: torch.Tensor) -> NoReturn:
+    """Raise: ``what`` meets a plain tensor that a function transform wraps."""
+    raise LayoutError(
+        f"{what} meets a plain tensor of shape {tuple(local.shape)} inside a function transform (torch.vmap, "
+        "torch.func.grad). Transforms drop layouts: use torch.autograd.grad, or apply the transform to shards inside "
+        "wb.local_map."
+    )
 
 
 def content_hash(local: torch.Tensor) -> int:
@@ -159,6 +170,9 @@ def check_same_batch(named: Mapping[str, torch.Tensor], world: World, call: str)
         named: the batch's tensors by name; global ones, and those without values, are left out.
         call: what the batch was passed to, e.g. ``"forward_backward"``.
     """
+    for tensor in named.values():
+        if is_of_transform(tensor):
+            refuse_in_transform(f"{call}: a parallelized module", tensor)
     if world.world_size == 1:
         return
     own = {name: tensor for name, tensor in named.items() if _can_be_compared(tensor)}

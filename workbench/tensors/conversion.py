@@ -12,7 +12,7 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, SbpLike, Split, broadcast, dual, partial_sum
 from workbench.errors import LayoutError, SbpError
-from workbench.tensors.agreement import check_plain_operand, content_hash
+from workbench.tensors.agreement import check_plain_operand, content_hash, is_of_transform, refuse_in_transform
 from workbench.tensors.boxing.box import box
 from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.execution_context import OUTSIDE
@@ -21,8 +21,6 @@ from workbench.tensors.leaf_gradients import mark_placeholder_leaves
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.tensor_state import spread_zero
 from workbench.tensors.world import World, current
-
-_is_of_transform = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class _FromLocal(torch.autograd.Function):
@@ -118,12 +116,8 @@ def from_local(
     its argument in the error of check mode.
     """
     refuse_dtensor(local, "a global tensor meets another kind")
-    if _is_of_transform(local):
-        raise LayoutError(
-            f"a global tensor on {layout.placement} meets a plain tensor of shape {tuple(local.shape)} inside a "
-            "function transform (torch.vmap, torch.func.grad). Transforms drop layouts: use "
-            "torch.autograd.grad, or apply the transform to shards inside wb.local_map."
-        )
+    if is_of_transform(local):
+        refuse_in_transform(f"a global tensor on {layout.placement}", local)
     has_grad = local.requires_grad and torch.is_grad_enabled()
     if has_grad:
         _refuse_replaced(local)
