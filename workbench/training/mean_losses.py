@@ -112,7 +112,7 @@ def check_own_loss(inputs: Any, num_micro_batches: int) -> None:
     """
     if num_micro_batches > 1 and isinstance(inputs, dict) and inputs.get("num_items_in_batch") is not None:
         raise RunError(
-            "forward_backward: the batch has 'num_items_in_batch', so the model's loss is a sum over that number, and "
+            "the batch has 'num_items_in_batch', so the model's loss is a sum over that number, and "
             f"the mean of {num_micro_batches} micro-batches would be about {num_micro_batches} times too small. Leave "
             "it out, and give count=lambda inputs, targets: (inputs['labels'][:, 1:] != -100).sum(), which makes the "
             "loss the mean over all words; or take strategies of one micro-batch."
