@@ -100,3 +100,30 @@ def test_a_loss_may_read_the_parameters_of_all_stages(schedule):
     decayed(one, one(inputs), targets).backward()
     for found in run_ranks(program, 2):
         torch.testing.assert_close(found, [parameter.grad for parameter in one.parameters()])
+
+
+class Scorer(nn.Linear):
+    """Computes its own loss: a mean, or a sum over a number that it is given, as models of transformers do."""
+
+    def forward(self, x, labels, num_items_in_batch=None):
+        total = F.cross_entropy(super().forward(x), labels, reduction="sum")
+        return {"loss": total / (len(labels) if num_items_in_batch is None else num_items_in_batch)}
+
+
+@pytest.mark.parametrize("number", [ROWS, torch.tensor(ROWS)])
+def test_a_loss_that_is_divided_by_the_words_of_the_batch_is_refused_under_micro_batches(number):
+    one, (inputs, labels) = Scorer(8, 4), batch()
+    models = [copy.deepcopy(one) for _ in range(2)]
+    given = {"x": inputs, "labels": labels, "num_items_in_batch": number}
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "data")
+        whole = wb.forward_backward(model, inputs=given).item()
+        wb.parallelize(model, "data | mb=3")
+        with pytest.raises(RunError, match=r"the mean of 3 micro-batches would be about 3 times too small.*count="):
+            wb.forward_backward(model, inputs=given)
+        return whole, wb.forward_backward(model, inputs={**given, "num_items_in_batch": None}).item()
+
+    expected = one(inputs, labels)["loss"].item()
+    for found in run_ranks(program, 2):
+        assert found == pytest.approx((expected, expected))

@@ -104,6 +104,21 @@ def check_mean(loss_fn: LossFunction, output: Any, targets: Any, num_micro_batch
         raise RunError(f"forward_backward: {problem}; this one has {num_micro_batches}.")
 
 
+def check_own_loss(inputs: Any, num_micro_batches: int) -> None:
+    """Refuse a batch by which a model of transformers makes its loss a sum over the batch's number of words.
+
+    Raises:
+        RunError: there are several micro-batches, whose mean would be as many times too small.
+    """
+    if num_micro_batches > 1 and isinstance(inputs, dict) and inputs.get("num_items_in_batch") is not None:
+        raise RunError(
+            "the batch has 'num_items_in_batch', so the model's loss is a sum over that number, and "
+            f"the mean of {num_micro_batches} micro-batches would be about {num_micro_batches} times too small. Leave "
+            "it out, and give count=lambda inputs, targets: (inputs['labels'][:, 1:] != -100).sum(), which makes the "
+            "loss the mean over all words; or take strategies of one micro-batch."
+        )
+
+
 def _one_sample(leaf: Any, rows: int | None, generator: torch.Generator, device: torch.device) -> Any:
     """A plain tensor of one sample: numbers between 0 and 1, which are probabilities too; the class 1; true."""
     if not isinstance(leaf, torch.Tensor):

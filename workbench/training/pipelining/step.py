@@ -25,6 +25,7 @@ from workbench.tensors.world import World, current
 from workbench.training.batches import Batch, Count, LossFunction, call, check_loss_fn, loss_of
 from workbench.training.gradients.stale_optimizer import optimizers_of
 from workbench.training.joined_outputs import join, refuse_dataclasses
+from workbench.training.mean_losses import check_own_loss
 from workbench.training.parallel import place
 from workbench.training.pipelining.executor import Executor, SingleStage, Stage, table_of, without_placeholder
 from workbench.training.pipelining.local_forward import forward_caches_of
@@ -79,7 +80,8 @@ def forward_backward(
         StrategyError: no strategy, or an edge to an earlier stage, or a value that all stages wait for, which the
             schedule does not allow.
         RunError: a batch that cannot be cut or that the module does not take, no loss, a loss that is not a scalar or
-            has no gradient; under several micro-batches a loss that is a sum over samples, as its first call shows.
+            has no gradient; under several micro-batches a loss that is a sum over samples, as its first call or an
+            entry ``num_items_in_batch`` shows.
         LayoutError: the ranks pass different first batches.
         CollectiveAborted: later batches differ, in an exchange of the step.
 
@@ -110,6 +112,8 @@ def train_micro_batches(
 ) -> torch.Tensor:
     """Forward and backward of micro-batches that are cut already; ``around_forward`` is entered around each forward."""
     world = current()
+    if loss_fn is None:
+        check_own_loss(parts[0].inputs, len(parts))
     state = reorder_stages(module, state_of(module), parts[0].inputs, world)
     batch = fingerprint(tree_leaves([(part.inputs, part.targets) for part in parts]))
     executor, table = _prepare(module, state, world, len(parts), batch, loss_fn)
