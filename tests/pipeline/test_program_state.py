@@ -347,6 +347,22 @@ def test_a_gradient_inside_the_forward_that_goes_back_is_refused():
         run_ranks(program, 2)
 
 
+@pytest.mark.parametrize("critic", ["*: data", "*: model"])
+def test_a_critic_on_the_ranks_of_all_stages_is_refused_where_stages_would_wait_for_each_other(critic):
+    generator, judge = (nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double() for _ in range(2))
+    copies = [copy.deepcopy((generator, judge)) for _ in range(4)]
+    rows, x = "0: data@0; 2: data@1 | mb=2", torch.randn(8, 4).double()
+    expected = F.mse_loss(judge(generator(x)), x).item()
+
+    def program(rank, options, model, other):
+        parallel, judging = wb.parallelize(model, f"{rows} {options}"), wb.parallelize(other, critic)
+        return wb.forward_backward(parallel, lambda y, x: F.mse_loss(judging(y), x), x, x).item()
+
+    with pytest.raises(StrategyError, match=r"'0' is on stages 0 and 1, .* from stage 1: under 1f1b.*gpipe"):
+        run_ranks(lambda rank: program(rank, "1f1b", *copies[rank]), 2)
+    assert run_ranks(lambda rank: program(rank, "gpipe", *copies[2 + rank]), 2) == pytest.approx([expected] * 2)
+
+
 class WithState(nn.Module):
     def __init__(self):
         super().__init__()

@@ -14,7 +14,7 @@ from workbench.errors import StrategyError
 from workbench.pipeline.check import along_stages, check_table
 from workbench.pipeline.schedules import Table
 from workbench.tensors.boxing.box import MicroBatchBoxings
-from workbench.tensors.global_tensor import GlobalTensor, Spec
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
 from workbench.tensors.leaf_gradients import has_hooks
 from workbench.tensors.world import World
 from workbench.transport.user_code import user_location
@@ -125,40 +125,52 @@ class RunningStep:
         source = tensor._spec
         if self.observer is not None:
             self.observer.add(tensor, target, function, tag, source.world.context.position - 1)
-        self.check_edge(source, target, function)
+        with local_torch():
+            self.check_edge(source, target, function, has_gradient=tensor.requires_grad and torch.is_grad_enabled())
 
-    def check_edge(self, source: Spec, target: Spec, function: str | None) -> None:
-        """Refuse an edge of the forward that the schedule does not allow. ``function`` is None for a gradient."""
+    def check_edge(self, source: Spec, target: Spec, function: str | None, has_gradient: bool = True) -> None:
+        """Refuse an edge of the forward that the schedule does not allow. ``function`` is None for a gradient.
+
+        An edge to the ranks of several stages (another model in the loss, such as a critic) is one to each of them.
+        Without a gradient it may still run, as the reading of a value does.
+        """
         if self.edges is None or source.layout.placement == target.layout.placement:
             return
         start, end = self._stage_of(source), self._stage_of(target)
-        if start is None or end is None or start == end:
+        if start is None or start == end or (end is None and not has_gradient):
             return
-        self.edges.append((start, end))
-        if end < start:
+        ends = [end] if end is not None else self._stages_among(target)
+        self.edges += [(start, stage) for stage in ends if stage != start]
+        if min(ends, default=start) < start:
             problems = check_table(self.table, len(self.placements), self.num_micro_batches, self.edges)
             if problems:
-                self._refuse_edge(function, start, end, problems[0])
+                self._refuse_edge(function, start, ends, problems[0])
 
-    def _refuse_edge(self, function: str | None, start: int, end: int, problem: str) -> NoReturn:
+    def _stages_among(self, spec: Spec) -> list[int]:
+        """The stages with some of the ranks of a tensor."""
+        ranks = set(spec.layout.placement)
+        return [stage for stage, placement in enumerate(self.placements) if not ranks.isdisjoint(placement)]
+
+    def _refuse_edge(self, function: str | None, start: int, ends: list[int], problem: str) -> NoReturn:
         rule = (
             f"under {self.schedule} with {self.num_micro_batches} micro-batches an edge that goes back deadlocks "
             f"({problem})"
         )
+        there = f"stage{'s' if len(ends) > 1 else ''} {' and '.join(map(str, ends))}"
         if function is None:
             raise StrategyError(
                 f"a gradient that the forward itself computes (torch.autograd.grad) goes from stage {start} "
-                f"back to stage {end}: {rule}. Put the layers that it passes on one stage, or use the schedule gpipe."
+                f"back to {there}: {rule}. Put the layers that it passes on one stage, or use the schedule gpipe."
             )
         if function.endswith(" in place"):
             raise StrategyError(
-                f"{function}{user_location()}: a tensor on stage {end} is to take what comes from stage {start}; "
+                f"{function}{user_location()}: a tensor on {there} is to take what comes from stage {start}; "
                 f"{rule}. Put the layers that make both on one stage, make a new tensor (x = x + y in place of x += y, "
                 "torch.where in place of x[mask] = y), or use the schedule gpipe."
             )
         where = f"layer {function!r}" if function else "an operation"
         raise StrategyError(
-            f"{where} is on stage {end}, but its input comes from stage {start}: {rule}. "
+            f"{where} is on {there}, but its input comes from stage {start}: {rule}. "
             f"Put {repr(function) if function else 'it'} on stage {start}, or use the schedule gpipe."
         )
 
