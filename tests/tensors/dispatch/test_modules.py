@@ -92,7 +92,7 @@ def clipped(make, order=2.0, foreach=None):
     return before, norm, nn.utils.get_total_norm(grads, order), grads
 
 
-for _order in (2.0, 1.0, 0.5, float("inf")):
+for _order in (2.0, 1.0, 0.5, -1.0, float("inf")):
     PROGRAMS.append(functools.partial(clipped, order=_order))
     PROGRAMS[-1].__name__ = f"clipped_by_norm_{_order}"
 PROGRAMS.append(clipped)

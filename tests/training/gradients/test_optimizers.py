@@ -61,6 +61,26 @@ def with_a_state_saved_and_loaded(model):
     step(model, optimizer, times=2)
 
 
+def with_inner_steps_that_have_a_history(model):
+    inputs, targets = batch_for("mlp")
+    weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    inner = torch.optim.SGD(weights.values(), lr=0.1, momentum=0.9, weight_decay=0.5, differentiable=True)
+
+    def loss():
+        read = {name: weight.clone() for name, weight in weights.items()}  # a step writes in place
+        return F.cross_entropy(torch.func.functional_call(model, read, (inputs.double(),)), targets)
+
+    for weight in weights.values():
+        weight.retain_grad()
+    for _ in range(2):
+        for weight, grad in zip(weights.values(), torch.autograd.grad(loss(), [*weights.values()]), strict=True):
+            weight.grad = grad
+        inner.step()
+    outer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss().backward()  # through both steps, whose weight decay shortens what comes back
+    outer.step()
+
+
 def assert_trained_as_on_one_device(train, strategy):
     models = [make("mlp").double() for _ in range(3)]
     train(models[2])
@@ -75,7 +95,15 @@ def assert_trained_as_on_one_device(train, strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("train", [with_a_schedule, with_a_group_added_later, with_a_state_saved_and_loaded])
+@pytest.mark.parametrize(
+    "train",
+    [
+        with_a_schedule,
+        with_a_group_added_later,
+        with_a_state_saved_and_loaded,
+        with_inner_steps_that_have_a_history,
+    ],
+)
 def test_weights_are_those_of_one_device(train, strategy):
     assert_trained_as_on_one_device(train, strategy)
 

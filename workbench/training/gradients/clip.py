@@ -94,7 +94,7 @@ def _own_norms(parts: Sequence[tuple[torch.Tensor | None, bool]], world: World, 
     }
     norms = dict(zip(counted, torch._foreach_norm([*counted.values()], order), strict=True)) if counted else {}
     if len(norms) < len(parts):
-        nothing = torch.full((), math.inf if order == -math.inf else 0.0, device=world.device)
+        nothing = torch.full((), math.inf if order < 0 else 0.0, device=world.device)
         norms = dict.fromkeys(range(len(parts)), nothing) | norms
     return [norms[at] for at in range(len(parts))]
 

@@ -110,7 +110,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     context = _context()
     has_closure = closure_of(args, kwargs) is not None
     calls_later = calls_closure_later(optimizer, has_closure, swap.parameters, swap.is_sharded)
-    if not swap.parameters or calls_later or swap.steps_others:  # it works on the parameters themselves
+    if not swap.parameters or calls_later or swap.uses_parameters:  # it works on the parameters themselves
         for reducer in swap.reducers:
             reducer.drain()  # the step may change gradients, which are in flight
         context.begin_action("O")

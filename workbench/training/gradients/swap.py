@@ -31,7 +31,10 @@ class Swap:
         self.step = inspect.unwrap(type(optimizer).step)
         self.keeps_on_host = [p._keeps_state_on_host for p in self.parameters]
         self.is_torchs = is_of_torch(optimizer)
-        self.steps_others = not self.is_torchs and holds_another(optimizer)
+        is_differentiable = any(
+            group.get("differentiable") for group in optimizer.param_groups
+        )  # parts have no history
+        self.uses_parameters = is_differentiable or (not self.is_torchs and holds_another(optimizer))
         self.on_host = state_on_host(optimizer, self.parameters, self.is_torchs)
         self.reducers = GradientReducer.of_all(self.parameters)
         self.is_sharded = any(shard_of(p) is not None for p in self.parameters)
