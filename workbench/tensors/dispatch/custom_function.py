@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from enum import Enum
 from typing import Any
 
 import torch
@@ -164,7 +165,7 @@ def _function_of(cls: type[Function], args: Any, tensors: list[torch.Tensor], wo
     if found is None:
         given = cls, args, shapes, dtypes, world.device
         behavior = examine(*given) if key is None else behavior_of(*given)
-        alike = "custom function", cls, behavior
+        alike = "custom function", cls, behavior, *map(_switches_of, args)
         found = world.plans.get(alike) or PlainApply(cls, behavior)
         world.plans.update({alike: found} if key is None else {alike: found, key: found})
     return found
@@ -196,7 +197,13 @@ def bound_arguments(cls: type[Function], args: tuple[Any, ...], kwargs: dict[str
 
 
 def _static_key(arg: Any) -> Any:
-    return torch.Tensor if isinstance(arg, torch.Tensor) else key_of(arg)
+    return torch.Tensor if isinstance(arg, torch.Tensor) else (key_of(arg), _switches_of(arg))
+
+
+def _switches_of(arg: Any) -> tuple[Any, ...]:
+    """What an object says of how to compute, such as ``training``: the function may be another one when it changes."""
+    held = getattr(arg, "__dict__", {})
+    return tuple([(name, str(v)) for name, v in held.items() if v is None or isinstance(v, (bool, str, Enum))])
 
 
 def _copy(value: Any) -> Any:
