@@ -368,12 +368,18 @@ class Switched(torch.autograd.Function):
 
 
 @GATHERS
-def test_an_argument_that_says_how_to_compute_may_change_its_mind():
+@pytest.mark.parametrize("of_class", [False, True])
+def test_an_argument_or_class_that_says_how_to_compute_may_change_its_mind(of_class):
     def program():
-        x, switch = wb.arange(1, 5, placement=wb.placement.all("cpu"), sbp="S(0)").float(), Switch()
+        class Own(Switched):
+            observes = False
+
+        function = Own if of_class else Switched
+        x = wb.arange(1, 5, placement=wb.placement.all("cpu"), sbp="S(0)").float()
+        switch = Own if of_class else Switch()
         results = []
         for switch.observes in (False, True, False):
-            results.append(Switched.apply(x, switch).tolist())
+            results.append(function.apply(x, switch).tolist())
         return results
 
     double, scaled = [2.0, 4.0, 6.0, 8.0], [0.25, 0.5, 0.75, 1.0]
