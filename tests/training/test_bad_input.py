@@ -51,6 +51,18 @@ def test_degrees_and_stages(strategy, message):
     assert all(message in found for found in errors_of(models, strategy))
 
 
+def test_lazy_layers_have_no_shapes_yet():
+    lazy = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3))
+
+    def refused():
+        with pytest.raises(StrategyError, match=r"layer '1' \(LazyLinear\): weight, bias of 2 .*on a batch first"):
+            wb.parallelize(copy.deepcopy(lazy), "*: model")
+
+    run_ranks(refused)
+    lazy(torch.ones(2, 4))
+    assert run_ranks(lambda: wb.parallelize(copy.deepcopy(lazy), "*: model")[1].weight.shape) == [(3, 4)] * 2
+
+
 def test_heads_that_do_not_divide_are_handled():
     """Four heads (of keys: two) on three ranks: some hold more, the numbers are one device's."""
     models, batch = [make("llama", "sdpa") for _ in range(4)], batch_for("llama")

@@ -349,3 +349,38 @@ def test_calls_with_arguments_without_a_hash_share_a_function():
 
     assert run_ranks(program, 1) == [[8.0] * 3]
     assert sum(isinstance(function, PlainApply) and function.cls is Scaled for function in USER_FUNCTION_NAMES) == 1
+
+
+class Switch:
+    """Says how ``Switched`` computes."""
+
+    observes = False
+
+
+class Switched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, switch):
+        return x / x.abs().max() if switch.observes else x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None
+
+
+@GATHERS
+@pytest.mark.parametrize("of_class", [False, True])
+def test_an_argument_or_class_that_says_how_to_compute_may_change_its_mind(of_class):
+    def program():
+        class Own(Switched):
+            observes = False
+
+        function = Own if of_class else Switched
+        x = wb.arange(1, 5, placement=wb.placement.all("cpu"), sbp="S(0)").float()
+        switch = Own if of_class else Switch()
+        results = []
+        for switch.observes in (False, True, False):
+            results.append(function.apply(x, switch).tolist())
+        return results
+
+    double, scaled = [2.0, 4.0, 6.0, 8.0], [0.25, 0.5, 0.75, 1.0]
+    assert run_ranks(program, 2) == [[double, scaled, double]] * 2

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from enum import Enum
 from typing import Any
 
 import torch
@@ -156,7 +157,8 @@ def _function_of(cls: type[Function], args: Any, tensors: list[torch.Tensor], wo
     with local_torch():
         dtypes = tuple([tensor.dtype for tensor in tensors])
     shapes = [tuple(t._spec.shape) if isinstance(t, GlobalTensor) else tuple(t.shape) for t in tensors]
-    key: Any = ("custom function", cls, *map(_static_key, args), dtypes, *shapes)
+    switches = tuple(map(_switches_of, (cls, *args)))
+    key: Any = ("custom function", cls, switches, *map(_static_key, args), dtypes, *shapes)
     try:
         found: PlainApply | None = world.plans.get(key)
     except TypeError:  # an argument that cannot be hashed
@@ -164,7 +166,7 @@ def _function_of(cls: type[Function], args: Any, tensors: list[torch.Tensor], wo
     if found is None:
         given = cls, args, shapes, dtypes, world.device
         behavior = examine(*given) if key is None else behavior_of(*given)
-        alike = "custom function", cls, behavior
+        alike = "custom function", cls, behavior, switches
         found = world.plans.get(alike) or PlainApply(cls, behavior)
         world.plans.update({alike: found} if key is None else {alike: found, key: found})
     return found
@@ -174,7 +176,8 @@ def behavior_of(cls: type[Function], args: Any, shapes: Any, dtypes: Any, device
     """``examine``, once in this process for arguments of these kinds: it depends on no world."""
     from workbench.tensors.proof.elementwise import small_shapes  # it knows all of dispatch
 
-    small, full = ((*map(_static_key, args), dtypes, str(device), *some) for some in (small_shapes(shapes), shapes))
+    static = (*map(_switches_of, (cls, *args)), *map(_static_key, args))
+    small, full = ((*static, dtypes, str(device), *some) for some in (small_shapes(shapes), shapes))
     with default_generator.restored():  # simulated ranks share this generator, and examine one after the other
         known = _known.setdefault(cls, {})
         for key in (full, small):
@@ -197,6 +200,12 @@ def bound_arguments(cls: type[Function], args: tuple[Any, ...], kwargs: dict[str
 
 def _static_key(arg: Any) -> Any:
     return torch.Tensor if isinstance(arg, torch.Tensor) else key_of(arg)
+
+
+def _switches_of(arg: Any) -> tuple[Any, ...]:
+    """What an object or class says of how to compute, such as ``training``: the function may be another one then."""
+    held = getattr(arg, "__dict__", {})
+    return tuple([(name, str(v)) for name, v in held.items() if v is None or isinstance(v, (bool, str, Enum))])
 
 
 def _copy(value: Any) -> Any:

@@ -118,6 +118,9 @@ def describe(model: nn.Module, calls: Calls | None = None) -> list[Layer]:
 
     ``calls`` are the calls in a forward. A layer that is not called (a weight that another module uses) belongs to the
     layer before it.
+
+    Raises:
+        StrategyError: a lazy module has no shapes yet.
     """
     owners: dict[int, str] = {}
     holders: dict[int, str] = {}
@@ -128,6 +131,12 @@ def describe(model: nn.Module, calls: Calls | None = None) -> list[Layer]:
         if calls is not None:
             where = calls.get(path, (where[0], where[0]) if where else (0, 0))
         own, name = dict(module.named_parameters(recurse=False)), path or ROOT
+        if lazy := [short for short, p in own.items() if nn.parameter.is_lazy(p)]:
+            raise StrategyError(
+                f"layer {name!r} ({type(module).__name__}): {', '.join(lazy)} of {len(own)} parameters have no shape "
+                "yet. A strategy needs the shapes of all layers. Call the model on a batch first, after "
+                "wb.manual_seed(0) on all ranks."
+            )
         owner = owners.setdefault(id(own["weight"]), name) if "weight" in own else name
         elsewhere = tuple(short for short, p in own.items() if holders.setdefault(id(p), name) != name)
         shapes = {short: tuple(parameter.shape) for short, parameter in own.items()}
