@@ -11,7 +11,7 @@ import torch
 
 from workbench.core.placement import Placement
 from workbench.errors import StrategyError
-from workbench.pipeline.check import along_stages, check_table
+from workbench.pipeline.check import Edges, along_stages, check_table
 from workbench.pipeline.schedules import Table
 from workbench.tensors.boxing.box import MicroBatchBoxings
 from workbench.tensors.global_tensor import GlobalTensor, Spec
@@ -79,7 +79,7 @@ class RunningStep:
     hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
     leaves: list[PlainLeaf] = field(default_factory=list)
     boxings: MicroBatchBoxings | None = None
-    _allows_value_reads: bool | None = field(init=False, repr=False, default=None)
+    _known_problems: dict[Edges, list[str]] = field(init=False, repr=False, default_factory=dict)
 
     def _stage_of(self, spec: Spec) -> int | None:
         """The first stage with all ranks of a tensor; None for a tensor on the ranks of several."""
@@ -135,10 +135,16 @@ class RunningStep:
         if start is None or end is None or start == end:
             return
         self.edges.append((start, end))
-        if end < start:
-            problems = check_table(self.table, len(self.placements), self.num_micro_batches, self.edges)
-            if problems:
-                self._refuse_edge(function, start, end, problems[0])
+        if end < start and (problems := self._problems(self.edges)):
+            self._refuse_edge(function, start, end, problems[0])
+
+    def _problems(self, edges: Edges) -> list[str]:
+        """Why the table cannot run with these edges. All micro-batches have the same ones, and a check takes long."""
+        known = self._known_problems.get(key := tuple(edges))
+        if known is None:
+            known = check_table(self.table, len(self.placements), self.num_micro_batches, edges)
+            self._known_problems[key] = known
+        return known
 
     def _refuse_edge(self, function: str | None, start: int, end: int, problem: str) -> NoReturn:
         rule = (
@@ -205,10 +211,7 @@ class RunningStep:
                 "micro-batch at different times. Read it after the step, or in the forward; leave recompute out, or "
                 "choose with torch.where."
             )
-        if self._allows_value_reads is None:
-            edges = along_stages(len(self.placements), reads_values=True)
-            self._allows_value_reads = not check_table(self.table, len(self.placements), self.num_micro_batches, edges)
-        if not self._allows_value_reads:
+        if self._problems(along_stages(len(self.placements), reads_values=True)):
             raise StrategyError(
                 f"{what}: all stages need the value in the same forward, and under {self.schedule} they would wait for "
                 "each other for ever. Use 1f1b or gpipe with 1 stage on each rank, read it after the step, or choose "
