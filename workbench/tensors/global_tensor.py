@@ -22,6 +22,8 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import NdSbp, SbpLike
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.late_imports import later
+from workbench.tensors.specs import Spec as Spec
+from workbench.tensors.specs import spec_of as spec_of
 from workbench.tensors.tensor_state import (
     NO_GRADIENT_STATE,
     GradientState,
@@ -34,9 +36,7 @@ from workbench.tensors.tensor_state import (
     version_of,
     writes_of,
 )
-from workbench.tensors.tensor_state import Spec as Spec
 from workbench.tensors.tensor_state import new_placeholder as new_placeholder
-from workbench.tensors.tensor_state import spec_of as spec_of
 
 if TYPE_CHECKING:
     from workbench.tensors.boxing.handle import Handle
