@@ -46,8 +46,6 @@ _is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_exc
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 local_torch = torch._C.DisableTorchFunctionSubclass
 """Context in which global tensors are plain local tensors to torch."""
-_MAX_TARGETS = 64
-"""Ways to ask for a layout that a spec remembers."""
 
 
 def is_below_autograd() -> bool:
@@ -267,7 +265,7 @@ class GlobalTensor(TensorState):
             target = None
         if target is None:
             target = spec_of(self._spec.world, self._layout_of(placement, sbp), self._spec.shape)
-            if isinstance(sbp, Hashable) and len(targets) < _MAX_TARGETS:
+            if isinstance(sbp, Hashable):
                 targets[placement, sbp] = target
         if target is self._spec:
             return self
