@@ -152,8 +152,8 @@ def _with_blocks(model: nn.Module, layers: Sequence[Layer]) -> list[Layer]:
     if count:
         numbers = numbered_blocks(model, [layer.name for layer in layers])
     else:
-        parts = [layer.name for layer in layers if layer.name != ROOT]
-        count, numbers = len(parts), tuple(parts.index(each.name) if each.name != ROOT else -1 for each in layers)
+        parts = {name: number for number, name in enumerate(layer.name for layer in layers if layer.name != ROOT)}
+        count, numbers = len(parts), tuple(parts.get(layer.name, -1) for layer in layers)
     numbered = zip(layers, numbers, strict=True)
     return [replace(layer, block=(number, count)) for layer, number in numbered]
 
