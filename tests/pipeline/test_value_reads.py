@@ -143,3 +143,13 @@ def test_stages_that_cannot_wait_are_refused():
 def test_a_value_that_is_read_again_in_backward_is_refused():
     with pytest.raises(StrategyError, match=r"reading a value .*in a backward.*recompute"):
         step_of(Routed().double(), "pipeline | mb=4 recompute", 2)
+
+
+def test_an_edge_that_goes_back_is_checked_once_in_a_step(monkeypatch):
+    """Work is counted, not timed: each micro-batch checked the whole table for each of its edges that go back."""
+    checks, original = [], running_step.check_table
+    monkeypatch.setattr(running_step, "check_table", lambda *args: checks.append(wb.rank()) or original(*args))
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
+    (loss, gradients), *_ = step_of(model, "0: data; 1: data@1; 2: data@0; 3: data@1 | 2x1x1 mb=4 gpipe", 2)
+    torch.testing.assert_close((loss, gradients), truth_of(model, 4))
+    assert sorted(checks) == [0, 0, 1, 1], "2 steps on each of 2 ranks"

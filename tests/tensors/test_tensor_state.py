@@ -133,3 +133,24 @@ def test_no_code_reaches_into_the_attributes_of_a_tensor():
         text = file.read_text("utf-8")
         by_text = set(re.findall(r'__dict__(?:\[|\.\w+\()"(_[a-z_]+)"', text)) - of_others
         assert not by_text and not set(re.findall(r'"(_[a-z_]+)"', text)) & DECLARED, f"{file.name}: {by_text}"
+
+
+def test_shapes_that_never_repeat_are_forgotten(monkeypatch):
+    """What was learnt of their layouts stayed, a few kilobytes for each boxing: batches of other lengths in each step.
+    Those of living tensors stay the same objects, which gradients go by.
+    """
+    monkeypatch.setattr("workbench.tensors.specs._MAX_UNUSED", 60)
+
+    def program():
+        here = wb.placement(ranks=[0, 1])
+        kept, sizes = wb.ones(4, 3, placement=here, sbp="B").requires_grad_(), []
+        for size in range(1, 101):
+            rows = wb.ones(size, 3, placement=here, sbp="S(0)").to_global(sbp="S(1)")
+            ((rows * 2).to_global(sbp="B").sum() * kept.sum()).backward()
+            sizes.append(len(current().specs))
+        again = wb.ones(4, 3, placement=here, sbp="B")
+        assert again._spec is kept._spec and kept.grad._spec is kept._spec.dual
+        return max(sizes), kept.grad.full_tensor()
+
+    for most, gradient in run_ranks(program):
+        assert most < 60 and torch.equal(gradient, torch.full((4, 3), 6.0 * sum(range(1, 101))))

@@ -5,6 +5,7 @@ from torch import nn
 
 from tests.training.models import make
 from workbench.training.recompute import blocks_of
+from workbench.training.strategies.blocks import numbered_blocks
 
 
 class Block(nn.Module):
@@ -58,3 +59,9 @@ def test_members_of_a_dict_of_several_classes_are_no_blocks():
 def test_a_chain_of_layers_has_its_layers_as_blocks():
     cnn = make("cnn")
     assert blocks_of(cnn) == [cnn.conv1, cnn.bn1, cnn.conv2, cnn.bn2, cnn.fc1, cnn.fc2]
+
+
+def test_layers_have_the_numbers_of_their_blocks():
+    model = Holder(nn.ModuleList, count=12)  # layers.1 is no part of layers.11's path
+    names = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    assert numbered_blocks(model, [*names, "(root)"]) == (-1, *(number for number in range(12) for _ in "ab"), -1)

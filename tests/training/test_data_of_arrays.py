@@ -13,6 +13,7 @@ import workbench as wb
 from workbench.errors import RunError
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.testing import run_ranks
+from workbench.training import data
 from workbench.training.runs.job import Job
 
 
@@ -87,3 +88,12 @@ def test_lists_are_converted_once_and_arrays_keep_their_memory(monkeypatch):
     given, *rest = job.batches()
     assert given.inputs.tolist() == [[5, 5]] * 2
     assert len(others) == len(rest) == 2 and not any(converted)
+
+
+def test_the_first_batch_does_not_wait_for_all_batches_of_the_epoch(monkeypatch):
+    """Work is counted, not timed: the indices and the rows of each batch were listed before the first one."""
+    listed, original = [], data._needed_rows
+    monkeypatch.setattr(data, "_needed_rows", lambda *args, **given: listed.append(args) or original(*args, **given))
+    batches = iter(wb.GlobalDataLoader(range(50_001), 2))
+    assert value_on_all_ranks(next(batches)).tolist() == [0, 1] and len(listed) == 1
+    assert value_on_all_ranks(next(batches)).tolist() == [2, 3] and len(listed) == 1

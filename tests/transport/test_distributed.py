@@ -11,6 +11,8 @@ from tests.transport import played_nccl
 from tests.transport.nccl_ranks import run_played
 from tests.transport.played_nccl import PlayedNccl
 from tests.transport.shared_ranks import assert_all_returned
+from workbench.transport.network import distributed
+from workbench.transport.network.gloo import GlooTransport
 from workbench.transport.network.nccl_watchdog import NcclWatchdog
 
 
@@ -72,6 +74,33 @@ def test_a_sender_may_write_at_once():
 
     results, _ = run_played(program, 2)
     assert assert_all_returned(results)[1] == [1, 1, 1]
+
+
+def test_what_several_ranks_get_is_copied_once(monkeypatch):
+    """Each rank that got a slice had a copy of its own at the sender."""
+    copies, copy = [], distributed._copied_bytes
+    monkeypatch.setattr(distributed, "_copied_bytes", lambda tensor: copies.append(len(tensor)) or copy(tensor))
+    x = torch.arange(6.0).view(3, 2)
+    sends = [(1, x[:2]), (2, x[:2]), (2, x[1:2])]
+
+    def program(transport, rank):
+        outs = [torch.empty(tuple(part.shape)) for peer, part in sends if peer == rank]
+        transport.exchange(sends if rank == 0 else [], [(0, out) for out in outs], 0, "a batch for the next stage")
+        return [out.tolist() for out in outs]
+
+    results, _ = run_played(program, 3)
+    assert assert_all_returned(results) == [[], [x[:2].tolist()], [x[:2].tolist(), x[1:2].tolist()]]
+    assert copies == [2, 1]
+
+
+def test_over_gloo_what_several_ranks_get_is_copied_once():
+    transport, sent, x = object.__new__(GlooTransport), [], torch.arange(6.0).view(3, 2)
+    transport.device, transport._start = x.device, lambda sends, *_: sent.extend(sends)
+    transport.start_exchange([(1, x[:2]), (2, x[:2]), (3, x.t())], [], 0, "a batch for the next stage")
+    expected = x[:2].tolist(), x[:2].tolist(), x.t().tolist()
+    x.zero_()
+    assert [peer for peer, _ in sent] == [1, 2, 3] and sent[0][1] is sent[1][1]
+    assert all(tensor.is_contiguous() and tensor.tolist() == e for (_, tensor), e in zip(sent, expected, strict=True))
 
 
 def test_handles_are_not_kept_after_the_wait(monkeypatch):

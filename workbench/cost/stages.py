@@ -308,7 +308,8 @@ def _recomputed(
         return Recomputation(sum(prices[i].scores_s for i in mine), 0.0, 0.0, kept - sum(scores))
     blocks = again.blocks
     inside = [i for i in mine if blocks[i] >= 0 or (again.are_alone and prices[i].has_backward)]
-    behind = [i for i in mine if blocks[i] < 0 and i - 1 in mine and blocks[i - 1] >= 0]
+    there = set(mine)
+    behind = [i for i in mine if blocks[i] < 0 and i - 1 in there and blocks[i - 1] >= 0]
     kept += sum(prices[i].kept_behind_block_bytes - prices[i].kept_bytes for i in behind)
     begun: set[int] = set()
     operands = 0.0

@@ -22,6 +22,8 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import NdSbp, SbpLike
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.late_imports import later
+from workbench.tensors.specs import Spec as Spec
+from workbench.tensors.specs import spec_of as spec_of
 from workbench.tensors.tensor_state import (
     NO_GRADIENT_STATE,
     GradientState,
@@ -34,9 +36,7 @@ from workbench.tensors.tensor_state import (
     version_of,
     writes_of,
 )
-from workbench.tensors.tensor_state import Spec as Spec
 from workbench.tensors.tensor_state import new_placeholder as new_placeholder
-from workbench.tensors.tensor_state import spec_of as spec_of
 
 if TYPE_CHECKING:
     from workbench.tensors.boxing.handle import Handle
@@ -46,8 +46,6 @@ _is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_exc
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 local_torch = torch._C.DisableTorchFunctionSubclass
 """Context in which global tensors are plain local tensors to torch."""
-_MAX_TARGETS = 64
-"""Ways to ask for a layout that a spec remembers."""
 
 
 def is_below_autograd() -> bool:
@@ -267,7 +265,7 @@ class GlobalTensor(TensorState):
             target = None
         if target is None:
             target = spec_of(self._spec.world, self._layout_of(placement, sbp), self._spec.shape)
-            if isinstance(sbp, Hashable) and len(targets) < _MAX_TARGETS:
+            if isinstance(sbp, Hashable):
                 targets[placement, sbp] = target
         if target is self._spec:
             return self

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from workbench.tensors.global_tensor import GlobalTensor, grad_slot, local_torch, wrap
-from workbench.tensors.tensor_state import Spec, forget_sum, gradient_state
+from workbench.tensors.specs import Spec
+from workbench.tensors.tensor_state import forget_sum, gradient_state
 
 read_grad: Callable[[torch.Tensor], torch.Tensor | None] = grad_slot.__get__
 """What autograd has accumulated on this rank, without a layout."""

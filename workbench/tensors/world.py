@@ -45,7 +45,7 @@ class World:
         generation: the number of worlds before this one at the same rendezvous; ``rebuild`` counts it.
         num_rebuilds: how often this world was rebuilt; exchanges begun before a rebuild are void.
         context: the state of the program that runs in this world.
-        specs: the interned layouts with shapes (see ``tensor_state``).
+        specs: the interned layouts with shapes (see ``specs``).
         plans: the cached plan for a function and its arguments (see ``dispatch.planning``).
         on_plan: called with (function, args, kwargs) for every call that needs a new plan.
         rank_of: where several stages of a rank have numbers of their own, the rank of each number; else None.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -180,15 +180,18 @@ class GlobalDataLoader:
         epochs = epoch_by_epoch(self._num_samples, self.shuffle, self.seed)
         order = next(islice(epochs, epoch if self.shuffle else 0, None))[start:]
         smallest = self.batch_size if self.drop_last else 1
-        batches = [part for part in order.split(self.batch_size) if len(part) >= smallest]
+        starts = range(0, len(order) - smallest + 1, self.batch_size)
         layouts = self._layouts(world)
-        needed = [_needed_rows(layouts, len(batch), self._takes_whole_batches, world.rank) for batch in batches]
-        own = iter(self._reader(epoch, [batch[rows] for batch, rows in zip(batches, needed, strict=True)]))
-        for batch, rows in zip(batches, needed, strict=True):
+        rows_of = cache(partial(_needed_rows, layouts, is_whole=self._takes_whole_batches, rank=world.rank))
+        batches = (order[at : at + self.batch_size] for at in starts)
+        own = iter(self._reader(epoch, (batch[rows_of(len(batch))] for batch in batches)))
+        for at in starts:
+            num_samples = min(self.batch_size, len(order) - at)
+            rows = rows_of(num_samples)
             part = next(own) if len(rows) else None
-            self._position += len(batch)
+            self._position += num_samples
             what = f"batch at {self._position} of epoch {epoch}"
-            yield _assemble(part, rows, len(batch), layouts, world, what, self._have_rows)
+            yield _assemble(part, rows, num_samples, layouts, world, what, self._have_rows)
         if self._is_at_end():
             self.epoch, self._position, self._starts_new_epoch = epoch + 1, 0, False
 
@@ -214,14 +217,16 @@ class GlobalDataLoader:
             yield _assemble(chunk.part, chunk.rows, chunk.num_samples, layouts, world, what)
             chunk = following
 
-    def _reader(self, epoch: int, batches: list[torch.Tensor]) -> Iterable[Any]:
-        """Read this rank's samples, without torch's default generator: all ranks must advance it equally."""
+    def _reader(self, epoch: int, batches: Iterable[torch.Tensor]) -> Iterable[Any]:
+        """Read this rank's samples, without torch's default generator: all ranks must advance it equally. ``batches``
+        are asked for once, in their order, as they are read.
+        """
         if is_of_arrays(self.dataset):
             return (take(self.dataset, batch) for batch in batches if len(batch))
         return DataLoader(
             _Reproducible(self.dataset, self.seed, epoch, self.collate_fn),
             batch_size=None,
-            sampler=[batch.tolist() for batch in batches if len(batch)],
+            sampler=(batch.tolist() for batch in batches if len(batch)),
             num_workers=self.num_workers,
             collate_fn=unchanged,
             pin_memory=self.pin_memory,

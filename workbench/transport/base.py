@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -203,6 +203,18 @@ def pack(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> to
     if out is None:
         return torch.cat(flat)
     return out.copy_(flat[0]) if len(flat) == 1 else torch.cat(flat, out=out)
+
+
+def memory_key(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that show the same elements of one memory, which are copied once for several peers."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def copied(sends: Sequence[PeerTensor], copy: Callable[[torch.Tensor], torch.Tensor]) -> list[PeerTensor]:
+    """What is sent, with a copy in place of each tensor: one for all peers that get the same."""
+    keys = [memory_key(tensor) for _, tensor in sends]
+    made = {key: copy(tensor) for key, (_, tensor) in dict(zip(keys, sends, strict=True)).items()}
+    return [(peer, made[key]) for key, (peer, _) in zip(keys, sends, strict=True)]
 
 
 def do_nothing() -> None:

@@ -43,6 +43,34 @@ def test_many_small_buckets_give_the_same_training(strategy, monkeypatch):
     assert under_way == [0] and most == [4]
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_few_buckets_of_parameters_come_back_at_a_time(zero, monkeypatch):
+    """Each takes memory: all of them together took that of all parameters, at the end of each step."""
+    under_way, most, started = [0], [0], [0]
+    cut, start = reduction.cut_into_buckets, reduction._start_gather
+
+    def counted_start(bucket):
+        finish = start(bucket)
+        if wb.rank() != 0:
+            return finish
+        under_way[0], started[0] = under_way[0] + 1, started[0] + 1
+        most[0] = max(most[0], under_way[0])
+
+        def counted_finish():
+            under_way[0] -= 1
+            return finish()
+
+        return counted_finish
+
+    monkeypatch.setattr(reduction, "cut_into_buckets", lambda items, kind, size, *_: cut(items, kind, size, 64))
+    monkeypatch.setattr(reduction, "_start_gather", counted_start)
+    for losses, weights in run_ranks(
+        lambda: training_equals_one_device("mlp", f"*: data | zero={zero}", 2, steps=2), 2
+    ):
+        assert losses < 1e-5 and weights < 1e-5
+    assert under_way == [0] and most == [2] and started[0] > 4
+
+
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
 def test_a_sum_is_not_used_for_a_later_gradient_at_the_same_address():
     """With ``create_graph`` autograd makes a new gradient in every backward, where an earlier one may have been."""

@@ -103,10 +103,6 @@ def region_shape(region: Region) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in region)
 
 
-_MAX_CACHED = 256
-"""The number of exchanges that a spec remembers. Shapes that differ at every step must not fill the memory."""
-
-
 def exchange_between(source: Spec, target: Spec, dtype: torch.dtype) -> Exchange | PathExchange:
     """The exchange from ``source`` to ``target`` for this dtype, or several in a row if they are faster."""
     key = (target, dtype)
@@ -114,8 +110,6 @@ def exchange_between(source: Spec, target: Spec, dtype: torch.dtype) -> Exchange
     if found is None:
         cost = source.world.transport.cost
         plan = find_boxing_path(source.layout, target.layout, source.shape, dtype.itemsize, cost)
-        if len(source.exchanges) >= _MAX_CACHED:
-            source.exchanges.clear()
         if isinstance(plan, BoxingPlan):
             found = Exchange(plan, source, target, dtype)
         else:

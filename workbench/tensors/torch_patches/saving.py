@@ -18,7 +18,7 @@ from workbench.errors import LayoutError
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.object_collectives import all_gather_object, run_on_all_ranks
 from workbench.tensors.patch_table import patch
-from workbench.tensors.tensor_state import Spec
+from workbench.tensors.specs import Spec
 
 
 def _saving_whole(transformers_own: Any) -> Any:

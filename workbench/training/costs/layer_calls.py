@@ -154,7 +154,8 @@ class ActivationReads:
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
-        self._made: dict[int, tuple[str, torch.Tensor]] = {}  # by address
+        self._made: dict[int, str] = {}  # by address: the layer
+        self._made_by: dict[str, dict[int, torch.Tensor]] = {}
         self._readers: dict[int, dict[str, None]] = {}  # layers in their order
         self._entered: dict[int, dict[str, None]] = {}
         self._of_weights: set[int] = set()  # by address, in a model with frozen weights: what comes from any weights
@@ -177,27 +178,27 @@ class ActivationReads:
         if any(address in weights or address in self._of_weights for address in inputs):
             self._of_weights.update(address for address, tensor in outputs.items() if tensor.is_floating_point())
         self._places.setdefault(layer, len(self._places))
-        makers = [self._made[address][0] for address in inputs if address in self._made]
+        makers = [self._made[address] for address in inputs if address in self._made]
         if makers and not is_own:
             layer = max(makers, key=self._places.__getitem__)
         for address, tensor in inputs.items():
             if tensor.requires_grad:
                 self._with_gradient.add(address)
             is_sent = tensor.requires_grad or address in self._of_weights
-            if is_sent and address in self._made and self._made[address][0] != layer:
+            if is_sent and self._made.get(address, layer) != layer:
                 self._readers.setdefault(address, {})[layer] = None
         for address, tensor in outputs.items():
             if address not in inputs:  # neither a view nor written in place
-                self._made[address] = layer, tensor
+                self._made[address] = layer
+                self._made_by.setdefault(layer, {})[address] = tensor
 
     def record_input(self, layer: str, tensor: torch.Tensor | None) -> None:
         """Record a layer's inputs."""
         if tensor is not None:
             self._entered.setdefault(tensor.untyped_storage()._cdata, {})[layer] = None
 
-    def of(self, layer: str, order: Sequence[str], num_samples: int) -> tuple[SkipConnection, ...]:
-        """The activations of one layer that others read, in the order in which they were made."""
-        place = {name: index for index, name in enumerate(order)}
+    def of(self, layer: str, place: Mapping[str, int], num_samples: int) -> tuple[SkipConnection, ...]:
+        """The activations of one layer that others read, in the order in which they were made. ``place``: of layers."""
         return tuple(
             SkipConnection(
                 tensor.numel() * tensor.element_size() / num_samples,
@@ -205,8 +206,8 @@ class ActivationReads:
                 tuple(place[name] - place[layer] for name in self._entered.get(address, ()) if name in place),
                 address in self._with_gradient,
             )
-            for address, (maker, tensor) in self._made.items()
-            if maker == layer and layer in place and address in self._readers
+            for address, tensor in self._made_by.get(layer, {}).items()
+            if self._made[address] == layer and layer in place and address in self._readers
         )
 
 

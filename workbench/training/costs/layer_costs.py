@@ -82,8 +82,8 @@ def layer_costs(
             "values: costs are counted without values. Those of the layers are complete.",
             stacklevel=3,
         )
-    order = counter.order([layer.name for layer in layers])
-    layers = [replace(layer, calls=(order.index(layer.name),) * 2, place=at) for at, layer in enumerate(layers)]
+    order = {name: at for at, name in enumerate(counter.order([layer.name for layer in layers]))}
+    layers = [replace(layer, calls=(order[layer.name],) * 2, place=at) for at, layer in enumerate(layers)]
     layers = [replace(layer, chosen=layer.experts and counter.chosen.get(layer.name, 0)) for layer in layers]
     if dtype:
         layers = [replace(layer, itemsize=DTYPES[dtype].itemsize, itemsizes={}) for layer in layers]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class WorkCounter(TorchDispatchMode):
         self._owners, self._num_samples = dict(owners), num_samples
         self._shapes = {way for shape in shapes for way in (_without_ones(shape), _without_ones(shape)[::-1])}
         self._entries: list[Entry] = []
+        self._entries_of: dict[str | None, list[Entry]] = {}  # by layer, when all have run
         self._by_node: dict[int, Entry] = {}
         self._early: dict[int, float] = {}  # saved for a node whose function has not run yet
         self._early_again: dict[int, float] = {}
@@ -59,7 +61,8 @@ class WorkCounter(TorchDispatchMode):
         self._num_cast: dict[str, int] = {}  # of weights that autocast casts, by layer
         self._frozen_casts: dict[int, int] = {}  # numbers in casts of frozen weights, until one is saved for backward
         self._of_samples: set[int] = set()  # addresses of tensors that depend on the batch
-        self._order: list[str] = []
+        self._order: dict[str, int] = {}  # layers, and their places
+        self._following: dict[str, str] = {}  # when all have run
         self._reads = ActivationReads()
         self._calls = LayerCalls()
         self._fusion = Fusion()
@@ -93,6 +96,9 @@ class WorkCounter(TorchDispatchMode):
         if self._entries:  # nodes without a function of their own
             self._entries[-1].saved_bytes += sum(self._early.values())
         self._fusion.end()
+        for entry in self._entries:  # functions before all layers belong to the first one
+            self._entries_of.setdefault(entry.layer or next(iter(self._order), None), []).append(entry)
+        self._following = dict(pairwise(self._order))
 
     def go_backward(self, result: Any) -> None:
         """Run backward from every tensor of a result that takes gradients. The first gradients count for no layer."""
@@ -109,16 +115,13 @@ class WorkCounter(TorchDispatchMode):
 
     def order(self, names: Sequence[str]) -> list[str]:
         """The layers in the order in which they ran. A layer that did not run follows the one listed before it."""
-        order = list(self._order)
-        for place, name in enumerate(names):
-            if name not in order:
-                order.insert(order.index(names[place - 1]) + 1 if place else 0, name)
-        return order
+        place = -1
+        places = {name: (place := self._order.get(name, place)) for name in names}
+        return sorted(names, key=places.__getitem__)
 
     def row(self, layer: Layer) -> LayerCost:
-        """The counts of a layer. Functions before all layers belong to the first one."""
-        first = self._order[0] if self._order else None
-        mine = [e for e in self._entries if (e.layer or first) == layer.name and e.is_work]
+        """The counts of a layer."""
+        mine = [entry for entry in self._entries_of.get(layer.name, ()) if entry.is_work]
         own, after = ([e.work(self._num_samples) for e in mine if e.is_own is which] for which in (True, False))
         output = self._outputs.get(layer.name)
         itemsize = 4 if output is None else output.element_size()
@@ -178,8 +181,7 @@ class WorkCounter(TorchDispatchMode):
 
     def _handed_on(self, name: str) -> tuple[Extent, int] | tuple[None, None]:
         """Extent and bytes per element of the next layer's input; None if unknown."""
-        place = self._order.index(name) + 1 if name in self._order else len(self._order)
-        taken = self._inputs.get(self._order[place]) if place < len(self._order) else None
+        taken = self._inputs.get(self._following.get(name, ""))
         found = self._extent(taken)
         if taken is None or found is None or found.is_batchless or not taken.is_floating_point():
             return None, None
@@ -314,8 +316,8 @@ class WorkCounter(TorchDispatchMode):
             near = [*self._active[-1:], self._last]
             self._last = next((name for name in near if name in readers), readers[0])
         is_own = bool(readers) or bool(self._active and self._active[-1] == self._last)
-        if is_own and self._last is not None and self._last not in self._order:
-            self._order.append(self._last)
+        if is_own and self._last is not None:
+            self._order.setdefault(self._last, len(self._order))
         entry = Entry(self._last, is_own or self._last is None)
         self._entries.append(entry)
         node = torch._C._autograd._get_sequence_nr() - 1

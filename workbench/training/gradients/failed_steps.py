@@ -11,7 +11,7 @@ from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World
 from workbench.training.gradients.optim import put_back
-from workbench.training.gradients.reduction import start_write_back
+from workbench.training.gradients.reduction import write_back
 
 
 def end_failed_steps(optimizers: Sequence[Optimizer], world: World) -> None:
@@ -29,4 +29,4 @@ def end_failed_steps(optimizers: Sequence[Optimizer], world: World) -> None:
             put_back(optimizer, sends=False)
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             with torch.no_grad(), local_torch():
-                start_write_back(p for p in parameters if isinstance(p, GlobalTensor))()
+                write_back(p for p in parameters if isinstance(p, GlobalTensor))

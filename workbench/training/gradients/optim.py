@@ -32,7 +32,7 @@ from workbench.training.gradients.block_state import block_size_of, check_blocks
 from workbench.training.gradients.fused_steps import fuse, unfuse
 from workbench.training.gradients.nested_steps import is_nested, is_within_step
 from workbench.training.gradients.optimizer_kinds import calls_closure_later, closure_of, run_closure_first
-from workbench.training.gradients.reduction import forget_sums, start_reduction, start_write_back
+from workbench.training.gradients.reduction import forget_sums, start_reduction, write_back
 from workbench.training.gradients.shard import is_first_holder, shard_of, state_spec
 from workbench.training.gradients.stale_optimizer import check_not_replaced, check_state_layouts, mark_stateful, part_of
 from workbench.training.gradients.step_hooks import put_behind_hooks, readers_of, remove_from_hooks
@@ -335,7 +335,7 @@ def _write_back(swap: Swap, sends: bool, has_stepped: bool) -> None:
                 place.copy_(plain(part))
                 owner._optimizer_part = None  # the step has given the part other memory
         if sends and swap.is_sharded:
-            start_write_back(stepped)()
+            write_back(stepped)
 
 
 def _adopt_state(optimizer: Optimizer, swap: Swap) -> None:

@@ -231,8 +231,8 @@ def _start_between(exchanges: list[Exchange], sums: list[torch.Tensor], tag: int
     return work
 
 
-def start_write_back(parameters: Iterable[GlobalTensor]) -> Callable[[], None]:
-    """Begin to bring every rank's shard of the parameters to the other ranks that hold them; the result ends it.
+def write_back(parameters: Iterable[GlobalTensor]) -> None:
+    """Bring every rank's shard of the parameters to the other ranks that hold them.
 
     The shards must lie in their places in the local parameters.
     """
@@ -241,13 +241,7 @@ def start_write_back(parameters: Iterable[GlobalTensor]) -> Callable[[], None]:
     buckets = cut_into_buckets(
         sharded, lambda found: (found[0]._spec.term_ranks, found[0].dtype), lambda found: num_bytes(found[0])
     )
-    started = [_start_gather(bucket) for bucket in buckets]
-
-    def finish() -> None:
-        for work in started:
-            work.finish()
-
-    return finish
+    limit_unfinished((partial(_start_gather, bucket) for bucket in buckets), AT_A_TIME)()
 
 
 def num_bytes(parameter: GlobalTensor) -> int:
@@ -255,7 +249,7 @@ def num_bytes(parameter: GlobalTensor) -> int:
     return math.prod(parameter._spec.local_shape) * parameter.dtype.itemsize
 
 
-def _start_gather(bucket: list[tuple[GlobalTensor, Shard]]) -> BoxingWork:
+def _start_gather(bucket: list[tuple[GlobalTensor, Shard]]) -> Callable[[], Any]:
     spec = bucket[0][0]._spec
     world, group, wholes = spec.world, spec.term_ranks, [plain(parameter) for parameter, _ in bucket]
     parts = [slice_region(whole, shard.region) for whole, (_, shard) in zip(wholes, bucket, strict=True)]
@@ -266,7 +260,7 @@ def _start_gather(bucket: list[tuple[GlobalTensor, Shard]]) -> BoxingWork:
     work = BoxingWork(exchanges, parts, _tag(world, group), header, counts_as="parameters", into=wholes)
     if world.context.tracer is not None:
         world.context.tracer.add_reduction(group, wholes, "S -> B", "all-gather", work.sent_bytes, "parameters")
-    return work
+    return work.finish
 
 
 def _tag(world: World, group: tuple[int, ...]) -> int:

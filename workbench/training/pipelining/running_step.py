@@ -11,7 +11,7 @@ import torch
 
 from workbench.core.placement import Placement
 from workbench.errors import StrategyError
-from workbench.pipeline.check import along_stages, check_table
+from workbench.pipeline.check import Edges, along_stages, check_table
 from workbench.pipeline.schedules import Table
 from workbench.tensors.boxing.box import MicroBatchBoxings
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
@@ -79,7 +79,7 @@ class RunningStep:
     hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
     leaves: list[PlainLeaf] = field(default_factory=list)
     boxings: MicroBatchBoxings | None = None
-    _allows_value_reads: bool | None = field(init=False, repr=False, default=None)
+    _known_problems: dict[Edges, list[str]] = field(init=False, repr=False, default_factory=dict)
 
     def _stage_of(self, spec: Spec) -> int | None:
         """The first stage with all ranks of a tensor; None for a tensor on the ranks of several."""
@@ -141,10 +141,16 @@ class RunningStep:
             return
         ends = [end] if end is not None else self._stages_among(target)
         self.edges += [(start, stage) for stage in ends if stage != start]
-        if min(ends, default=start) < start:
-            problems = check_table(self.table, len(self.placements), self.num_micro_batches, self.edges)
-            if problems:
-                self._refuse_edge(function, start, ends, problems[0])
+        if min(ends, default=start) < start and (problems := self._problems(self.edges)):
+            self._refuse_edge(function, start, ends, problems[0])
+
+    def _problems(self, edges: Edges) -> list[str]:
+        """Why the table cannot run with these edges. All micro-batches have the same ones, and a check takes long."""
+        known = self._known_problems.get(key := tuple(edges))
+        if known is None:
+            known = check_table(self.table, len(self.placements), self.num_micro_batches, edges)
+            self._known_problems[key] = known
+        return known
 
     def _stages_among(self, spec: Spec) -> list[int]:
         """The stages with some of the ranks of a tensor."""
@@ -217,10 +223,7 @@ class RunningStep:
                 "micro-batch at different times. Read it after the step, or in the forward; leave recompute out, or "
                 "choose with torch.where."
             )
-        if self._allows_value_reads is None:
-            edges = along_stages(len(self.placements), reads_values=True)
-            self._allows_value_reads = not check_table(self.table, len(self.placements), self.num_micro_batches, edges)
-        if not self._allows_value_reads:
+        if self._problems(along_stages(len(self.placements), reads_values=True)):
             raise StrategyError(
                 f"{what}: all stages need the value in the same forward, and under {self.schedule} they would wait for "
                 "each other for ever. Use 1f1b or gpipe with 1 stage on each rank, read it after the step, or choose "

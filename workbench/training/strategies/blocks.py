@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from torch import nn
 
@@ -16,8 +16,19 @@ def numbered_blocks(module: nn.Module, names: Sequence[str]) -> tuple[int, ...]:
     (0, -1)
     """
     numbers = {block: number for number, block in enumerate(repeated_blocks(module))}
-    paths = {f"{path}.": numbers[inner] for path, inner in module.named_modules() if inner in numbers}
-    return tuple(next((number for path, number in paths.items() if f"{name}.".startswith(path)), -1) for name in names)
+    paths = {path: numbers[inner] for path, inner in module.named_modules() if inner in numbers}
+    return tuple(paths.get(module_around(name, paths), -1) for name in names)
+
+
+def module_around(path: str, known: Container[str]) -> str:
+    """The path of the innermost of these modules that a module is, or is a part of; empty for any other module.
+
+    >>> module_around("blocks.3.fc", {"blocks.3": 3})
+    'blocks.3'
+    """
+    while path and path not in known:
+        path = path.rpartition(".")[0]
+    return path
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -30,7 +41,7 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 def _members_of_containers(module: nn.Module) -> Iterator[nn.Module]:
     children = list(module.children())
-    blocks = [child for child in children if _can_be_block(child)]
+    blocks = {child for child in children if _can_be_block(child)}
     is_dict_of_blocks = isinstance(module, nn.ModuleDict) and len(blocks) > 1 and len(set(map(type, blocks))) == 1
     if isinstance(module, nn.ModuleList | nn.Sequential) or is_dict_of_blocks:
         for child in children if blocks else ():

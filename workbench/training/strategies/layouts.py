@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NoReturn
 
 from torch import nn
@@ -58,13 +60,17 @@ class StageLayouts:
             return self.plan.parameter_layout(nearest, 1).placement
         if name == nearest.name or isinstance(module, _NormBase):
             return self.placements[nearest.stage]
-        stages = self._stages_inside(name) or self._stages_inside(name.rpartition(".")[0])
-        return self.placements[stages.pop()] if len(stages) == 1 else self.everywhere
+        stages = self._stages_inside.get(name) or self._stages_inside.get(name.rpartition(".")[0], set())
+        return self.placements[min(stages)] if len(stages) == 1 else self.everywhere
 
-    def _stages_inside(self, name: str) -> set[int]:
-        return {
-            layer.stage for layer in self.plan.resolved.layers if not name or f"{layer.name}.".startswith(f"{name}.")
-        }
+    @cached_property
+    def _stages_inside(self) -> dict[str, set[int]]:
+        """By path of a module, the stages of the layers in it, itself among them."""
+        found: dict[str, set[int]] = {}
+        for layer in self.plan.resolved.layers:
+            for path in accumulate(("", *layer.name.split(".")), "{}.{}".format):
+                found.setdefault(path.removeprefix("."), set()).add(layer.stage)
+        return found
 
 
 class LayoutsInUse:

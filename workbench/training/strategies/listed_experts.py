@@ -6,7 +6,7 @@ experts at the same time until something needs the sum.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from workbench.core.sbp import partial_sum
 from workbench.core.strategy import ResolvedLayer
 from workbench.tensors.boxing.box import box, box_implicitly
 from workbench.tensors.global_tensor import GlobalTensor
+from workbench.training.strategies.blocks import module_around
 from workbench.training.strategies.layouts import LayoutsInUse
 
 
@@ -28,19 +29,12 @@ def listed_experts(model: nn.Module) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for path, module in model.named_modules():
         is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in path.rpartition(".")[2].lower()
-        if is_list and not expert_around(path, found):
+        if is_list and not module_around(path, found):
             parts = dict(module.named_children())
             shapes = {tuple(parameter.shape for parameter in part.parameters()) for part in parts.values()}
             if len(parts) > 1 and len(shapes) == 1 and () not in shapes:
                 found |= {f"{path}.{name}": (number, len(parts)) for number, name in enumerate(parts)}
     return found
-
-
-def expert_around(path: str, listed: Container[str]) -> str:
-    """The path of the listed expert that a module is, or is a part of; empty for any other module."""
-    while path and path not in listed:
-        path = path.rpartition(".")[0]
-    return path
 
 
 def hook_listed_experts(model: nn.Module, in_use: LayoutsInUse, choices: Sequence[ResolvedLayer]) -> list[Any]:
@@ -49,7 +43,7 @@ def hook_listed_experts(model: nn.Module, in_use: LayoutsInUse, choices: Sequenc
     for choice in choices:
         if choice.expert is None:
             continue
-        path = expert_around(choice.name, listed)
+        path = module_around(choice.name, listed)
         if path not in ends:
             ends[path] = _Ends(in_use, choice, path)
             handles += ends[path].hook(model.get_submodule(path))

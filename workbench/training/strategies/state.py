@@ -20,11 +20,11 @@ from workbench.tensors.agreement import check_same_batch
 from workbench.training.batches import LossFunction, named_tensors
 from workbench.training.mean_losses import check_mean, identity_of
 from workbench.training.recorded_actions import RecordedAction
-from workbench.training.strategies.blocks import numbered_blocks, repeated_blocks
+from workbench.training.strategies.blocks import module_around, numbered_blocks, repeated_blocks
 from workbench.training.strategies.call_order import Calls
 from workbench.training.strategies.fused_experts import count_experts
 from workbench.training.strategies.layouts import LayoutsInUse, StageLayouts
-from workbench.training.strategies.listed_experts import expert_around, listed_experts
+from workbench.training.strategies.listed_experts import listed_experts
 
 STATE, PLAN = "_workbench_parallel", "plan"
 ROOT = "(root)"
@@ -145,7 +145,7 @@ def describe(model: nn.Module, calls: Calls | None = None) -> list[Layer]:
         groups = getattr(module, "groups", 1) if kind in IMAGE_KINDS else 1
         tied_to, frozen = owner if owner != name else None, tuple(k for k, p in own.items() if not p.requires_grad)
         itemsize, itemsizes = _itemsizes(own)
-        number, experts = listed.get(expert_around(path, listed)) or (None, count_experts(module))
+        number, experts = listed.get(module_around(path, listed)) or (None, count_experts(module))
         found.append(
             Layer(
                 name, kind, shapes, num_parameters, tied_to, where, groups, itemsize, experts, number,
@@ -161,8 +161,8 @@ def _with_blocks(model: nn.Module, layers: Sequence[Layer]) -> list[Layer]:
     if count:
         numbers = numbered_blocks(model, [layer.name for layer in layers])
     else:
-        parts = [layer.name for layer in layers if layer.name != ROOT]
-        count, numbers = len(parts), tuple(parts.index(each.name) if each.name != ROOT else -1 for each in layers)
+        parts = {name: number for number, name in enumerate(layer.name for layer in layers if layer.name != ROOT)}
+        count, numbers = len(parts), tuple(parts.get(layer.name, -1) for layer in layers)
     numbered = zip(layers, numbers, strict=True)
     return [replace(layer, block=(number, count)) for layer, number in numbered]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from workbench.transport.base import PeerTensor
+from workbench.transport.base import PeerTensor, memory_key
 from workbench.transport.ipc.events import EventWaiter, LocalEvents, PeerEvents
 from workbench.transport.ipc.pool import RETIRE_TAG, PeerMemory, Pool, release_all
 from workbench.transport.messaging.endpoint import Endpoint
@@ -69,8 +69,7 @@ class Transfers:
         keys = []
         for destination, tensor in sends:
             chunk_kind = self.peers[destination].chunk_kind
-            key = (chunk_kind, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            keys.append(key)
+            keys.append(key := (chunk_kind, memory_key(tensor)))
             if key not in blocks and tensor.numel():
                 blocks[key] = block = self.pool.allocate(tensor.nbytes, chunk_kind, header)
                 copies.append((self.pool.view(block, tensor.shape, tensor.dtype), tensor))

@@ -30,7 +30,7 @@ from torch.distributed import DistBackendError, distributed_c10d
 
 from workbench.core.boxing import LinkCost
 from workbench.errors import CollectiveAborted
-from workbench.transport.base import ACCUMULATED_IN_32_BITS, PeerTensor, Transport, pack, reason_of
+from workbench.transport.base import ACCUMULATED_IN_32_BITS, PeerTensor, Transport, copied, pack, reason_of
 from workbench.transport.network import nccl_watchdog
 from workbench.transport.network.hang_detector import HAS_LEFT
 from workbench.transport.network.nccl_watchdog import NcclWatchdog, Pending, StreamPosition, torch_timeout
@@ -111,7 +111,7 @@ class DistributedTransport(Transport):
     ) -> Callable[[], None]:
         """Start all sends and receives of one exchange."""
         both_ways = {peer for peer, _ in sends} & {peer for peer, _ in receives}
-        calls = [_Call(self.rank, peer, peer, dist.isend, _copied_bytes(tensor)) for peer, tensor in sends]
+        calls = [_Call(self.rank, peer, peer, dist.isend, memory) for peer, memory in copied(sends, _copied_bytes)]
         calls += [_Call(peer, self.rank, peer, dist.irecv, _memory_of(out)) for peer, out in receives]
         one_way = sorted((call for call in calls if call.peer not in both_ways), key=lambda call: call[:2])
         with self._calling(header):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from workbench.core.boxing import LinkCost
 from workbench.errors import CollectiveAborted
-from workbench.transport.base import PeerTensor, Transport, pack, reason_of
+from workbench.transport.base import PeerTensor, Transport, copied, pack, reason_of
 from workbench.transport.network.hang_detector import HAS_LEFT, HangDetector, Wait
 from workbench.transport.network.helper_thread import HelperThread, Job
 from workbench.transport.reduction import group_tag, reduce_into, slices_of
@@ -73,7 +73,8 @@ class GlooTransport(Transport):
 
         Copies are sent: a message may wait for its receiver while the caller writes to its tensor.
         """
-        copies = [(peer, tensor.detach().to(_CPU, copy=True).contiguous()) for peer, tensor in sends]
+        contiguous = torch.contiguous_format
+        copies = copied(sends, lambda tensor: tensor.detach().to(_CPU, copy=True, memory_format=contiguous))
         if self.device.type == "cpu":
             return self._start(copies, receives, tag, header)
         staged = [(peer, torch.empty_like(out, device=_CPU)) for peer, out in receives]

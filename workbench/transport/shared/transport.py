@@ -17,7 +17,7 @@ import torch
 
 from workbench.core.boxing import LinkCost
 from workbench.core.layout import Region
-from workbench.transport.base import PeerShape, PeerTensor, Received, Transport
+from workbench.transport.base import PeerShape, PeerTensor, Received, Transport, memory_key
 from workbench.transport.messaging.control_page import ControlPage, encode_header
 from workbench.transport.messaging.endpoint import Endpoint
 from workbench.transport.messaging.link import Block, Link, Message
@@ -178,8 +178,7 @@ class SharedTransport(MessageTransport, Transport):
     def _send(self, sends: Sequence[PeerTensor], tag: int, header: bytes) -> None:
         published: dict[Any, Block | None] = {}  # copy a tensor for several ranks once
         for destination, tensor in sends:
-            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
-            if key not in published:
+            if (key := memory_key(tensor)) not in published:
                 published[key] = self._segment.publish(tensor, header)
             self._links[destination].send(tag, published[key], tensor.nbytes, header)
         for block in published.values():
