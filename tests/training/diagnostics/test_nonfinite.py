@@ -96,6 +96,15 @@ def test_a_parameter():
     assert "parameter 'weight' of 2: 1 nan among 8 values of its shard\n" in error + "\n"
 
 
+def test_an_error_of_the_step_says_what_was_found():
+    def step(out):
+        assert out.isfinite().all(), "not finite"
+
+    with pytest.raises(AssertionError) as caught:
+        on_two(inputs=INPUTS * -10, step=step)
+    assert "is on rank" in caught.value.__notes__[0] and "the result of 1: 8 nan" in caught.value.__notes__[0]
+
+
 def test_hooks_are_gone_afterwards():
     def program():
         layers = model()

@@ -44,8 +44,9 @@ class _FirstNonFinite:
 def find_nonfinite(module: nn.Module) -> Iterator[None]:
     """In this context, each layer's parameters, results and gradients are searched for nan and infinity.
 
-    At the end the ranks compare their findings and report the first. All ranks use it together. Each search waits for
-    the device: use it to look for a mistake, not in training runs.
+    At the end the ranks compare their findings and report the first. All ranks use it together. An error that ends the
+    context before gets a note with the finding of its own rank. Each search waits for the device: use it to look for a
+    mistake, not in training runs.
 
     Args:
         module: the model, plain or parallelized. The error uses its names of layers.
@@ -67,6 +68,10 @@ def find_nonfinite(module: nn.Module) -> Iterator[None]:
     handles = [layer.register_forward_hook(search.hook(name), with_kwargs=True) for name, layer in layers]
     try:
         yield
+    except Exception as error:
+        if search.first is not None:
+            error.add_note(f"find_nonfinite: the first value that is not finite here is on {search.first}.")
+        raise
     finally:
         for handle in handles:
             handle.remove()
