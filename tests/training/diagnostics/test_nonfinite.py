@@ -113,3 +113,24 @@ def test_hooks_are_gone_afterwards():
         return [len(layer._forward_hooks) for layer in layers.modules()]
 
     assert run_ranks(program, 2) == [[0, 0, 0, 0]] * 2
+
+
+class Prompt(nn.Module):
+    """Its result is its parameter, which outlives the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self):
+        return self.weight
+
+
+def test_a_parameter_that_a_layer_returns_keeps_no_hook():
+    def program():
+        prompt = wb.parallelize(Prompt(), "*: data")
+        with wb.debug.find_nonfinite(prompt):
+            prompt().sum().backward()
+        return len(prompt.weight._backward_hooks)
+
+    assert run_ranks(program, 2) == [0, 0]
