@@ -121,3 +121,34 @@ def test_memory_of_a_tensor_that_is_other_on_some_ranks_only(strategy, name):
         return losses
 
     assert_same(*(run_ranks(lambda capture=capture: program(capture)) for capture in (True, False)))
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
+@pytest.mark.parametrize(
+    ("check", "num_ranks", "error", "words"),
+    [
+        (wb.debug.check_agreement, 2, wb.errors.LayoutError, "hold different values"),
+        (wb.debug.explicit_boxing, 2, wb.errors.ExplicitBoxingError, "only boxings that"),
+        (torch.autograd.detect_anomaly, 1, RuntimeError, "returned nan values"),  # a setting of the whole process
+    ],
+)
+def test_a_check_that_begins_after_the_recording_sees_the_step(check, num_ranks, error, words):
+    def program(rank):
+        ranks = wb.placement("cpu", ranks=list(range(num_ranks)))
+        weight = wb.ones(4, placement=ranks, sbp="S(0)").requires_grad_()
+
+        def step(x, whole):
+            weight.grad = None
+            loss = (weight * x * whole).square().sum()
+            loss.backward()
+            return loss.detach()
+
+        run = wb.capture(step)
+        whole = wb.ones(4, placement=ranks, sbp="P(max)")
+        for _ in range(3):
+            run(torch.ones(4), whole)
+        assert run.num_replays == 1
+        with pytest.raises(error, match=words), check():
+            run(torch.full((4,), float("nan") if num_ranks == 1 else float(rank)), whole)
+
+    run_ranks(program, num_ranks)

@@ -96,6 +96,15 @@ def test_a_parameter():
     assert "parameter 'weight' of 2: 1 nan among 8 values of its shard\n" in error + "\n"
 
 
+def test_an_error_of_the_step_says_what_was_found():
+    def step(out):
+        assert out.isfinite().all(), "not finite"
+
+    with pytest.raises(AssertionError) as caught:
+        on_two(inputs=INPUTS * -10, step=step)
+    assert "is on rank" in caught.value.__notes__[0] and "the result of 1: 8 nan" in caught.value.__notes__[0]
+
+
 def test_hooks_are_gone_afterwards():
     def program():
         layers = model()
@@ -104,3 +113,24 @@ def test_hooks_are_gone_afterwards():
         return [len(layer._forward_hooks) for layer in layers.modules()]
 
     assert run_ranks(program, 2) == [[0, 0, 0, 0]] * 2
+
+
+class Prompt(nn.Module):
+    """Its result is its parameter, which outlives the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self):
+        return self.weight
+
+
+def test_a_parameter_that_a_layer_returns_keeps_no_hook():
+    def program():
+        prompt = wb.parallelize(Prompt(), "*: data")
+        with wb.debug.find_nonfinite(prompt):
+            prompt().sum().backward()
+        return len(prompt.weight._backward_hooks)
+
+    assert run_ranks(program, 2) == [0, 0]

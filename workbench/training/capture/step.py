@@ -69,7 +69,8 @@ def capture(
     without capture. An optimizer reads its settings at every step, so a scheduler outside may change them.
 
     A step with micro-batches is replayed in the order of its schedule. ``wb.debug.timeline`` shows the last step that
-    ran normally.
+    ran normally. Calls run normally under ``wb.debug.trace``, ``check_agreement``, ``explicit_boxing`` and torch's
+    ``detect_anomaly``.
 
     A call records again if its inputs have another shape or layout, if another argument has another value, if a module
     that the step calls has another strategy, mode (``train()``, ``eval()``), set of frozen parameters or hooks, or has
@@ -162,8 +163,10 @@ class CapturedStep(Generic[_Arguments, _Result]):
         world = current()
         leaves, structure = tree_flatten((args, kwargs))
         context = world.context
-        if context.tracer is not None or context.recorder is not None or notes_optimizers():
-            return self._step(*args, **kwargs)  # a tracer, or an outer captured step, must see every call
+        is_observed = context.tracer is not None or context.recorder is not None or notes_optimizers()
+        is_checked = context.checks_agreement or not context.implicit_boxing_allowed or torch.is_anomaly_enabled()
+        if is_observed or is_checked:
+            return self._step(*args, **kwargs)  # a tracer, a check, or an outer captured step must see every call
         if world.num_rebuilds != self._num_rebuilds:
             self._forget_recordings(world.num_rebuilds)
         elif self._guards.have_changed():

@@ -44,8 +44,9 @@ class _FirstNonFinite:
 def find_nonfinite(module: nn.Module) -> Iterator[None]:
     """In this context, each layer's parameters, results and gradients are searched for nan and infinity.
 
-    At the end the ranks compare their findings and report the first. All ranks use it together. Each search waits for
-    the device: use it to look for a mistake, not in training runs.
+    At the end the ranks compare their findings and report the first. All ranks use it together. An error that ends the
+    context before gets a note with the finding of its own rank. Each search waits for the device: use it to look for a
+    mistake, not in training runs.
 
     Args:
         module: the model, plain or parallelized. The error uses its names of layers.
@@ -63,12 +64,16 @@ def find_nonfinite(module: nn.Module) -> Iterator[None]:
     workbench.errors.NonFiniteError: ...
     """
     search = _Search(current().rank)
-    layers = module.named_modules()
-    handles = [layer.register_forward_hook(search.hook(name), with_kwargs=True) for name, layer in layers]
+    for name, layer in module.named_modules():
+        search.handles.append(layer.register_forward_hook(search.hook(name), with_kwargs=True))
     try:
         yield
+    except Exception as error:
+        if search.first is not None:
+            error.add_note(f"find_nonfinite: the first value that is not finite here is on {search.first}.")
+        raise
     finally:
-        for handle in handles:
+        for handle in search.handles:
             handle.remove()
     found = [item for item in all_gather_object(search.first, current(), "find_nonfinite()") if item is not None]
     if found:
@@ -83,9 +88,13 @@ class _Search:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.first: _FirstNonFinite | None = None
+        self.handles: list[Any] = []
         self._moment = 0
 
     def hook(self, name: str) -> Any:
+        def look_at_gradient(grad: Any) -> None:
+            self._look(grad, "the gradient of the result", name, _FROM_LATER)
+
         def look(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             was_finite = all(_count(leaf) is None for leaf in tree_leaves((args, kwargs)))
             origin = "; what came in was " + ("finite" if was_finite else "so already")
@@ -94,7 +103,7 @@ class _Search:
             for leaf in tree_leaves(output):
                 self._look(leaf, "the result", name, origin)
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(lambda grad: self._look(grad, "the gradient of the result", name, _FROM_LATER))
+                    self.handles.append(leaf.register_hook(look_at_gradient))
 
         return look
 
