@@ -46,7 +46,7 @@ def content_hash(local: torch.Tensor) -> int:
         parts = [entries.indices(), entries.values()]
     for part in parts:
         if part.numel():  # an empty array of numpy may have a stride that no other dtype can have
-            found.update(part.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy())
+            found.update(part.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return int.from_bytes(found.digest(), "little")
 
 

@@ -61,7 +61,7 @@ def _set(values: list[Any]) -> None:
 
 _WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 _TO = {torch.Tensor.to, torch.Tensor.type}
-_CASTS = {torch.Tensor.float: torch.float64, torch.Tensor.cfloat: torch.complex128}
+_CASTS = {torch.Tensor.float: torch.float64, cast(Any, torch.Tensor).cfloat: torch.complex128}
 
 
 def wide(value: Any) -> Any:
