@@ -136,8 +136,16 @@ class LabPage:
 
     def wait_for_output(self, selector: str) -> None:
         """Wait for something that a cell shows; an error in a cell fails at once, with its text."""
+        from playwright.sync_api import TimeoutError as TookTooLong
+
         error = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"
-        self.page.wait_for_selector(f"{selector}, {error}")
+        try:
+            self.page.wait_for_selector(f"{selector}, {error}")
+        except TookTooLong:
+            raise AssertionError(
+                f"{selector}: not seen after {PAGE_TIMEOUT_S} s; the page complained of {self.errors}, the kernel and "
+                f"the cells: {self.page.evaluate(CELLS_OF_PAGE, selector)}"
+            ) from None
         shown = self.page.locator(error)
         assert shown.count() == 0, shown.first.inner_text()
 
@@ -283,11 +291,11 @@ def new_page(browser: Any, **options: Any) -> Any:
 PATIENT_WIDGETS = f"""(() => {{
     const [later, ends] = [globalThis.setTimeout, AbortSignal.timeout];
     globalThis.setTimeout = (call, ms, ...rest) => later(call, ms === 4000 ? {PAGE_TIMEOUT_S * 125} : ms, ...rest);
-    AbortSignal.timeout = ms => ends.call(AbortSignal, Math.max(ms, {PAGE_TIMEOUT_S * 1000}));
+    AbortSignal.timeout = ms => ends.call(AbortSignal, Math.max(ms, {PAGE_TIMEOUT_S * 500}));
 }})()"""
 """ipywidgets asks for its models in another way where a kernel does not answer within 4 s, as when a page that is
 loaded again misses the answer. It waits an eighth of a page's patience, so that the other way has time. anywidget gives
-a module 2 s."""
+a module 2 s. It gets half of a page's patience, so that its error is there before a test gives up."""
 
 
 DARK_PAGE = "body[data-jp-theme-light='false']"
@@ -310,6 +318,15 @@ _TRACES = """name => {
     const traces = plots.flatMap(plot => plot.data ?? []).filter(trace => trace.name?.startsWith(name));"""
 POINTS = _TRACES + "return traces.reduce((sum, trace) => sum + (trace.x?.length ?? 0), 0); }"
 LAST_STEP = _TRACES + "return Math.max(0, ...traces.map(trace => trace.x?.at(-1) ?? 0)); }"
+
+CELLS_OF_PAGE = """selector => [
+    window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status,
+    ...[...document.querySelectorAll('.jp-CodeCell')].map(cell => ({
+        prompt: cell.querySelector('.jp-InputPrompt')?.innerText,
+        outputs: [...cell.querySelectorAll('.jp-OutputArea-output')].map(
+            output => [output.dataset.mimeType, output.offsetHeight, output.innerText.slice(0, 80)]),
+        found: [...cell.querySelectorAll(selector)].map(found => found.offsetHeight)}))]"""
+"""The kernel's state, and by cell its prompt, its outputs and the heights of what a test waits for."""
 
 FIGURES_OF_KERNEL = """
 import ipywidgets
