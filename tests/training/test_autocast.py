@@ -1,8 +1,11 @@
 """Mixed precision by ``torch.autocast``: one device's dtypes, its numbers within bf16, also on placeholders."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import workbench as wb
 from tests.tensors.dispatch.against_one_device import DATA
@@ -162,3 +165,17 @@ def test_functions_that_cannot_run_without_data(is_cast):
 
     expected = [function(whole).tolist() for function in NEED_DATA.values()]
     assert run_ranks(program, 3) == [expected] * 3
+
+
+def test_attention_with_a_padding_mask_has_the_dtypes_of_one_device():
+    """The mask of 32 bits made scores and weights of 32 bits."""
+    attention, x, padding = nn.MultiheadAttention(4, 2, batch_first=True), torch.rand(4, 3, 4), torch.zeros(4, 3)
+    padding[:, 2] = 1
+
+    def dtypes(module):
+        with torch.autocast("cpu", torch.bfloat16):
+            return [result.dtype for result in module(x, x, x, key_padding_mask=padding.bool())]
+
+    expected = dtypes(attention)
+    program = lambda: dtypes(wb.parallelize(copy.deepcopy(attention), "*: data"))  # noqa: E731
+    assert run_ranks(program, 2) == [expected] * 2

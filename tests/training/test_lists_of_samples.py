@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_leaves
 
 import workbench as wb
@@ -200,3 +201,31 @@ def test_a_batch_of_named_tuples_is_one(kind, num_ranks):
 
     assert run_ranks(program, num_ranks)[-1] == [[0, 1], [2, 3], [4]]
     assert type(Batch.of(take(data, torch.arange(2)), None).inputs) is Pair
+
+
+class OfPacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.GRU(4, 3), nn.Linear(3, 2)
+
+    def forward(self, packed):
+        return self.head(self.rnn(packed)[1][-1])
+
+
+@pytest.mark.parametrize("lengths", [[6], [3, 1]])
+def test_packed_sequences_are_no_batch(lengths):
+    """One sequence was cut along its steps into micro-batches, as if they were samples."""
+    packed, targets = pack_sequence([torch.rand(length, 4) for length in lengths]), torch.zeros(len(lengths)).long()
+    made = OfPacked()
+
+    def program():
+        model = wb.parallelize(copy.deepcopy(made), "*: data | mb=2")
+        for call in (
+            lambda: wb.forward_backward(model, F.cross_entropy, (packed,), targets),
+            lambda: wb.forward_backward(model, F.cross_entropy, packed, targets),
+            lambda: wb.evaluate(model, {"packed": packed}),
+        ):
+            with pytest.raises(RunError, match=rf"PackedSequence of {sum(lengths)} rows.*pack_padded_sequence"):
+                call()
+
+    run_ranks(program, 2)

@@ -27,7 +27,7 @@ from workbench.errors import RunError
 from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.training.joined_outputs import refuse_dataclasses
+from workbench.training.joined_outputs import refuse_dataclasses, refuse_packed_sequence
 from workbench.training.sample_rows import (
     Rows,
     batch_leaves,
@@ -196,13 +196,14 @@ class Batch:
 
 
 def as_tensors(value: Any) -> Any:
-    """A batch with dicts for its mappings and tensors for its arrays.
+    """A batch with dicts for its mappings and tensors for its arrays. A ``PackedSequence`` in it is a ``RunError``.
 
     >>> as_tensors({"x": np.ones((2, 3))})["x"].shape
     torch.Size([2, 3])
     """
     if isinstance(value, Mapping):
         return {key: as_tensors(entry) for key, entry in value.items()}
+    refuse_packed_sequence(value)
     if isinstance(value, (list, tuple)):
         return of_kind(value, map(as_tensors, value))
     return torch.as_tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" else value
@@ -277,9 +278,7 @@ def _name_of(path: Sequence[Any]) -> str:
 
 
 def _as_number(value: Any) -> float:
-    if isinstance(value, GlobalTensor):
-        value = value_on_all_ranks(value)
-    return float(value)
+    return float(value_on_all_ranks(value) if isinstance(value, GlobalTensor) else value)
 
 
 # ---- model and loss -----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from workbench.errors import RunError
@@ -52,6 +53,20 @@ def refuse_dataclasses(value: Any, what: str, rule: str) -> None:
                 f"{what} a {kind}, a dataclass, of which torch finds 0 tensors. {rule}. Call "
                 f"torch.export.register_dataclass({kind}) once, or give a dict or a tuple."
             )
+
+
+def refuse_packed_sequence(value: Any) -> None:
+    """Raise for torch's ``PackedSequence``, a named tuple of which no tensor has a row for each sample.
+
+    Raises:
+        RunError: it is one.
+    """
+    if isinstance(value, PackedSequence):
+        raise RunError(
+            f"the batch has a PackedSequence of {value.data.shape[0]} rows. They are the steps of several samples, and "
+            "batches are cut along dim 0, the samples. Give the padded tensor and its lengths (one for each sample), "
+            "and call pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False) in the model."
+        )
 
 
 def _join_leaf(parts: list[Any], shares: list[float], sizes: list[int] | None) -> Any:

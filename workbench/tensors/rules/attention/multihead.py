@@ -88,7 +88,7 @@ def multi_head_attention_forward(
     shares = None
     if need_weights:
         scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
-        shares = (scores if mask is None else scores + mask).softmax(-1)
+        shares = (scores if mask is None else scores + mask.to(scores.dtype)).softmax(-1)
         shares = F.dropout(shares, dropout_p) if dropout_p > 0.0 else shares
         out = shares @ v
         shares = shares.mean(dim=1) if average_attn_weights else shares
