@@ -110,6 +110,12 @@ def test_public_name_is_there(name: str) -> None:
     assert name in dir(workbench)
 
 
+def test_a_name_of_an_extra_that_is_not_installed_says_what_installs_it() -> None:
+    program = "import sys\nsys.modules['ipywidgets'] = None\nimport workbench\nworkbench.Panel"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert "workbench.Panel needs ipywidgets, which is not installed. `workbench doctor` says how" in done.stderr
+
+
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = workbench.no_such_name
