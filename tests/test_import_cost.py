@@ -57,6 +57,7 @@ def loaded_with_torch() -> dict[str, frozenset[str]]:
     floors = [name for room in ("transport", "tensors", "training") for name in modules_in(room)]
     on_engines = [name for name in modules_in("flow") if name != "workbench.flow.jobs.driver"]
     parts = {"ranks": [*floors, *EAGER], "engine": ["workbench.session.engine"], "jobs": on_engines}
+    parts["commands"] = [f"workbench.ui.{name}" for name in ("planning.offline_trainer", "runs.report")]
     command = [sys.executable, "-c", _PROGRAM_WITH_TORCH]
     done = subprocess.run(command, input=json.dumps(parts), check=True, capture_output=True, text=True, cwd=ROOT)
     return {part: frozenset(names) for part, names in map(json.loads, done.stdout.splitlines())}
@@ -98,6 +99,12 @@ def test_an_engine_loads_nothing_of_the_notebooks_side_to_run_jobs() -> None:
 
 def test_the_command_line_answers_without_torch() -> None:
     assert not loaded_by(*modules_in("cli")) & {"torch", "plotly", "pandas", "ipyparallel", "sklearn"}
+
+
+def test_commands_need_nothing_of_the_extra_for_notebooks() -> None:
+    loaded = loaded_with_torch()["commands"]
+    assert "workbench.ui.runs.render_table" in loaded
+    assert not loaded & {"anywidget", "ipywidgets", "jupyterlab", "plotly"}
 
 
 def test_a_loaded_module_is_seen() -> None:
