@@ -35,7 +35,7 @@ def make_control_page(
     """This rank's control page and first chunk, or None and the reason."""
     semaphores = load()
     if semaphores is None or not has_process_files():
-        return None, "this system lacks shared semaphores or process files"
+        return None, "this system lacks shared semaphores (glibc 2.30) or process files (Linux 5.3)"
     what = f"rank {rank} of {world_size} joins the world"
     page_bytes = ControlPage.size_for(world_size)
     try:
