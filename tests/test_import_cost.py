@@ -57,6 +57,7 @@ def loaded_with_torch() -> dict[str, frozenset[str]]:
     floors = [name for room in ("transport", "tensors", "training") for name in modules_in(room)]
     on_engines = [name for name in modules_in("flow") if name != "workbench.flow.jobs.driver"]
     parts = {"ranks": [*floors, *EAGER], "engine": ["workbench.session.engine"], "jobs": on_engines}
+    parts["commands"] = [f"workbench.ui.{name}" for name in ("planning.offline_trainer", "runs.report")]
     command = [sys.executable, "-c", _PROGRAM_WITH_TORCH]
     done = subprocess.run(command, input=json.dumps(parts), check=True, capture_output=True, text=True, cwd=ROOT)
     return {part: frozenset(names) for part, names in map(json.loads, done.stdout.splitlines())}
@@ -100,6 +101,12 @@ def test_the_command_line_answers_without_torch() -> None:
     assert not loaded_by(*modules_in("cli")) & {"torch", "plotly", "pandas", "ipyparallel", "sklearn"}
 
 
+def test_commands_need_nothing_of_the_extra_for_notebooks() -> None:
+    loaded = loaded_with_torch()["commands"]
+    assert "workbench.ui.runs.render_table" in loaded
+    assert not loaded & {"anywidget", "ipywidgets", "jupyterlab", "plotly"}
+
+
 def test_a_loaded_module_is_seen() -> None:
     assert {"json.tool", "workbench.units"} <= loaded_by("json.tool", "workbench.units")
 
@@ -108,6 +115,12 @@ def test_a_loaded_module_is_seen() -> None:
 def test_public_name_is_there(name: str) -> None:
     assert getattr(workbench, name) is not None
     assert name in dir(workbench)
+
+
+def test_a_name_of_an_extra_that_is_not_installed_says_what_installs_it() -> None:
+    program = "import sys\nsys.modules['ipywidgets'] = None\nimport workbench\nworkbench.Panel"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert "workbench.Panel needs ipywidgets, which is not installed. `workbench doctor` says how" in done.stderr
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

@@ -26,7 +26,7 @@ def imports_for_types(module: str) -> set[str]:
     path = import_module(module).__file__
     assert path is not None
     tree = ast.parse(Path(path).read_text("utf-8"))
-    blocks = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     nodes = [node for block in blocks for node in ast.walk(block)]
     assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return assigned | {alias.asname for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names} - {

@@ -42,3 +42,16 @@ def test_every_name_has_a_type(mypy: Callable[[Path], str], tmp_path: Path) -> N
     types = re.findall(r'Revealed type is "(.*)"', mypy(file))
     assert len(types) == len(names)
     assert not [name for name, found in zip(names, types, strict=True) if found == "Any"]
+
+
+def test_a_parallelized_module_keeps_its_type(mypy: Callable[[Path], str], tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text("import workbench as wb\nfrom torch import nn\nreveal_type(wb.parallelize(nn.RNN(2, 2), 'data'))\n")
+    assert re.findall(r'Revealed type is "(.*)"', mypy(file)) == ["torch.nn.modules.rnn.RNN"]
+
+
+def test_a_name_that_is_not_there_is_an_error(mypy: Callable[[Path], str], tmp_path: Path) -> None:
+    file = tmp_path / "unknown.py"
+    names = ["wb.paralelize", "wb.save", *(f"wb.{space}.no_such_name" for space in NAMESPACES)]
+    file.write_text("import workbench as wb\n" + "".join(f"{name}\n" for name in names))
+    assert mypy(file).count("has no attribute") == len(names)

@@ -86,8 +86,9 @@ _HOMES = {
 _MODULES = {f"workbench.{name}": [f"{name}="] for name in ("errors", "flow", "testing")}
 """Parts that can be used without an import of their own; ``from workbench import *`` leaves them out."""
 
-__getattr__, __dir__, _names = lazy_names(__name__, _HOMES | _MODULES, RENAMED)
-__all__ = [name for name in _names if name not in ("errors", "flow", "testing")]
+if not TYPE_CHECKING:  # type checkers would take every name
+    __getattr__, __dir__, _names = lazy_names(__name__, _HOMES | _MODULES, RENAMED)
+    __all__ = [name for name in _names if name not in ("errors", "flow", "testing")]
 
 
 def load_ipython_extension(ipython: Any) -> None:

@@ -34,4 +34,5 @@ _HOMES = {
     "workbench.training.diagnostics.boxing_trace": ["trace"],
 }
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, _HOMES)
+if not TYPE_CHECKING:  # type checkers would take every name
+    __getattr__, __dir__, __all__ = lazy_names(__name__, _HOMES)

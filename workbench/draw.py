@@ -33,4 +33,5 @@ _HOMES = {
     "workbench.ui.runs.runs_view": ["runs=show_runs"],
 }
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, _HOMES)
+if not TYPE_CHECKING:  # type checkers would take every name
+    __getattr__, __dir__, __all__ = lazy_names(__name__, _HOMES)

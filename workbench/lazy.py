@@ -36,7 +36,7 @@ def lazy_names(
     def find(name: str) -> Any:
         if name in where:
             module, attribute = where[name]
-            loaded = _load(module)
+            loaded = _load(module, f"{package}.{name}")
             value = getattr(loaded, attribute) if attribute else loaded
         elif otherwise is not None and not name.startswith("_"):
             value = otherwise(name)
@@ -53,12 +53,19 @@ def lazy_names(
     return find, lambda: sorted({*filter(_is_special, vars(sys.modules[package])), *names}), names
 
 
-def _load(module: str) -> Any:
-    """Import a module without collections of garbage: imports make none, and a collection scans all of torch."""
+def _load(module: str, wanted: str) -> Any:
+    """Import a module without collections of garbage: imports make none, and a collection scans all of torch.
+
+    Raises:
+        ModuleNotFoundError: a package of an extra is not installed, for example; it names ``wanted``.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
         return import_module(module)
+    except ModuleNotFoundError as error:
+        said = f"{wanted} needs {error.name}, which is not installed. `workbench doctor` says how to install it."
+        raise ModuleNotFoundError(said, name=error.name) from error
     finally:
         if collects:
             gc.enable()

@@ -28,4 +28,5 @@ _HOMES = {
     "workbench.training.pipelining.balance": ["partition_stages"],
 }
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, _HOMES)
+if not TYPE_CHECKING:  # type checkers would take every name
+    __getattr__, __dir__, __all__ = lazy_names(__name__, _HOMES)

@@ -11,7 +11,7 @@ from tests.browser.page import new_page
 from tests.ui.conftest import make_record
 from workbench.core.verdict import Verdict
 from workbench.session.comparison.compare import CompareResult
-from workbench.ui.runs.report import write_report
+from workbench.ui.runs.report import report_html
 
 pytestmark = pytest.mark.browser
 NUM_PICTURES = 5
@@ -23,7 +23,8 @@ def test_the_report_draws_everything_by_itself(browser: Any, tmp_path: Path, the
     verdict = Verdict(True, differences=(0.0, 7e-7, 1e-7))
     runs = [make_record("data"), make_record("model", peak_memory_bytes=(4_000_000,) * 2, verdict=verdict)]
     result = CompareResult(make_record("one device", num_ranks=1), runs)
-    path = write_report(result, tmp_path / "report.html")
+    path = tmp_path / "report.html"
+    path.write_text(report_html(result), encoding="utf-8")
     problems: list[str] = []
     page = new_page(browser, viewport={"width": 1240, "height": 900}, color_scheme=theme)
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)

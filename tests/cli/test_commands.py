@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+import workbench
 from workbench import cli
 from workbench.cli import lab, outputs
 from workbench.cli.compare import telling_mistakes_of
@@ -38,6 +39,12 @@ def test_the_reference_shows_the_help_of_every_command() -> None:
 def test_python_m_workbench_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "workbench", "--help"], capture_output=True, text=True, check=True)
     assert all(command in done.stdout for command in COMMANDS)
+
+
+def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"workbench {workbench.__version__}\n")
 
 
 @pytest.mark.parametrize("arguments", ["", "train", "demo --engines 0", "demo --steps x", "compare"])
@@ -125,6 +132,14 @@ def test_lab_copies_the_notebooks_of_an_installed_package_once(tmp_path: Path, m
     assert notebook.read_text() == "as it came" and len(list(notebook.parent.iterdir())) == 1
     notebook.write_text("changed by the user")
     assert lab.find_notebook(None).read_text() == "changed by the user"
+
+
+def test_lab_says_where_it_cannot_copy_the_notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / lab.COPIES).touch()
+    monkeypatch.setattr(lab, "CHECKOUT", tmp_path / "nowhere")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CommandError, match=r"workbench-notebooks, and cannot be: File exists\. Call it from"):
+        lab.find_notebook(None)
 
 
 def test_lab_says_where_it_looked(tmp_path: Path) -> None:

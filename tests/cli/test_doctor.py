@@ -50,6 +50,24 @@ def test_a_needed_package_that_is_missing_is_bad() -> None:
     assert finding.fix == "pip install no-such-package"
 
 
+@pytest.mark.parametrize(("name", "extra", "old"), [("torch", "", "2.15.0"), ("ipywidgets", "lab", "7.8.5")])
+def test_a_version_that_does_not_fit_is_a_warning(
+    name: str, extra: str, old: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "version", lambda _name: old)
+    finding = checks.check_package(name, extra)
+    assert finding.state == WARNING and finding.text.startswith(f"{old}, but the workbench asks for {name}")
+    assert finding.fix.startswith(f"pip install '{name}")
+
+
+def test_windows_and_builds_without_the_gil_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.sysconfig, "get_config_var", lambda _name: 1)
+    assert checks.check_python().state == WARNING and "free-threaded" in checks.check_python().text
+    monkeypatch.setattr(checks, "os", SimpleNamespace(name="nt"))
+    (only,) = doctor.find()
+    assert only.state == BAD and "WSL 2" in only.fix
+
+
 def _missing(name: str) -> str:
     raise PackageNotFoundError(name)
 

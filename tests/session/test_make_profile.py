@@ -14,7 +14,7 @@ from traitlets.config.loader import PyFileConfigLoader
 
 from workbench.errors import SessionError
 from workbench.session import Session, magic_commands
-from workbench.session.processes import make_profile
+from workbench.session.processes import make_profile, ssh
 from workbench.session.processes.host_facts import ask_hosts, parse_hosts
 from workbench.session.protocol import RankActivity
 
@@ -28,6 +28,7 @@ for word; do
         off) echo "ssh: connect to host off port 22: Connection timed out" >&2; exit 255 ;;
         closed) echo "ssh: connect to host closed port 22: Connection refused" >&2; exit 255 ;;
         new) echo "Host key verification failed." >&2; exit 255 ;;
+        latin) printf 'gesch\\374tzt\\n' >&2; exit 255 ;;
     esac
 done
 """
@@ -95,6 +96,10 @@ def test_a_home_that_cannot_be_written_is_an_error(elsewhere, monkeypatch, tmp_p
     for start in (lambda: make_profile.ssh_profile("good", 2), lambda: Session(profile="workbench-good")):
         with pytest.raises(SessionError, match=r"IPython parent '.*file' is not a writable location, .*set IPYTHONDIR"):
             start()
+
+
+def test_a_host_may_speak_another_encoding(elsewhere):
+    assert ssh.why_silent(["ssh"], "latin") == "gesch\ufffdtzt"
 
 
 def test_all_hosts_that_cannot_run_engines_are_named_with_their_fixes(elsewhere):

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from workbench.errors import WorldError
-from workbench.transport.messaging import huge_pages
+from workbench.transport.messaging import huge_pages, shared_memory
 from workbench.transport.messaging.shared_memory import SharedMemory
+from workbench.transport.system_calls import memory_file
 
 SIZE = 3 * huge_pages.HUGE_PAGE_BYTES + 40960
 
@@ -97,8 +98,8 @@ def test_a_file_that_cannot_be_mapped_or_filled_is_an_error(monkeypatch):
     def no_room(*args):
         raise OSError(28, "No space left on device")
 
-    made, make = [], os.memfd_create
-    monkeypatch.setattr(os, "memfd_create", lambda *words: made.append(make(*words)) or made[-1])
+    made = []
+    monkeypatch.setattr(shared_memory, "memory_file", lambda: made.append(memory_file()) or made[-1])
     monkeypatch.setattr(os, "posix_fallocate", no_room)
     with pytest.raises(WorldError, match=r"rank 3: 6\.33 MB of shared memory are wanted.*No space left"):
         SharedMemory.create(SIZE, "rank 3")

@@ -1,6 +1,8 @@
 """The shared-memory transport: contents and order of messages, and the memory they need."""
 
+import os
 import random
+import subprocess
 import threading
 import time
 
@@ -8,8 +10,10 @@ import pytest
 import torch
 
 from tests.transport.shared_ranks import assert_all_returned, run_shared
+from workbench.transport import selection, system_calls
 from workbench.transport.messaging import control_page
 from workbench.transport.messaging.block_allocator import BlockAllocator
+from workbench.transport.peer_processes import PeerProcesses
 from workbench.transport.shared import all_reduce
 from workbench.transport.shared import transport as shared
 
@@ -263,3 +267,27 @@ def test_blocks_never_overlap_and_merge_when_they_are_free():
 def test_long_headers_are_cut_and_still_differ():
     one, other = (control_page.encode_header("boxing of é" * 200 + end) for end in "ab")
     assert len(one) == len(other) <= 512 and one != other
+
+
+def test_a_python_that_was_built_for_older_systems_shares_memory_too(monkeypatch):
+    for name in ("memfd_create", "pidfd_open"):  # as in conda's
+        monkeypatch.delattr(os, name)
+    monkeypatch.delenv(selection.VARIABLE, raising=False)
+    assert selection.why_not_shared() == ""
+    peer = subprocess.Popen(["sleep", "60"])
+    processes = PeerProcesses({1: peer.pid})
+    assert not processes.has_ended(1)
+    peer.kill()
+    assert processes.has_ended(1, within_s=10.0)
+    processes.close()
+    peer.wait()
+
+
+def test_a_system_without_files_of_processes_says_so(monkeypatch):
+    monkeypatch.setattr(system_calls, "_PIDFD_OPEN", -1)
+    system_calls.has_process_files.cache_clear()
+    try:
+        assert "or process files (Linux 5.3)" in selection.why_not_shared()
+        assert not PeerProcesses({1: os.getpid()}).has_ended(1)
+    finally:
+        system_calls.has_process_files.cache_clear()

@@ -45,6 +45,8 @@ OUTPUT_CLOSED = 141  # as a shell reports a program that a closed pipe has ended
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; the help of each is its module's docstring."""
     parser = argparse.ArgumentParser("workbench", description="The interactive workbench for parallel training.")
+    ours = sys.modules[__name__.partition(".")[0]].__version__  # the package itself is above all rooms
+    parser.add_argument("--version", action="version", version=f"workbench {ours}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in _COMMANDS.items():
         text = (module.__doc__ or "").strip()

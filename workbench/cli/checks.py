@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import socket
 import sys
+import sysconfig
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from workbench.core.cores import num_cores
-from workbench.core.extras import install_command
+from workbench.core.extras import install_command, packages_of
 from workbench.units import format_bytes, format_count, format_seconds
 
 GOOD, WARNING, BAD = "ok", "warn", "FAIL"
@@ -30,16 +33,30 @@ class Finding:
 
 
 def check_python() -> Finding:
-    """The interpreter's version. An interpreter that is too old cannot load this file."""
-    return Finding("python", GOOD, f"{platform.python_version()} at {sys.executable}")
+    """The interpreter's version and build. An interpreter that is too old cannot load this file."""
+    text = f"{platform.python_version()} at {sys.executable}"
+    if os.name == "nt":
+        return Finding("python", BAD, f"{text}, on Windows", "Engines need Linux or macOS: install it in WSL 2.")
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        fix = "Nobody has tried the workbench without the GIL: take the other build, python3.13 for python3.13t."
+        return Finding("python", WARNING, f"{text}, a free-threaded build", fix)
+    return Finding("python", GOOD, text)
 
 
 def check_package(name: str, extra: str = "") -> Finding:
-    """Whether a package is installed, and its version. Without ``extra`` the workbench requires it."""
+    """Whether a package is installed, in a version that fits. Without ``extra`` the workbench requires it."""
     try:
-        return Finding(name, GOOD, version(name))
+        found = version(name)
     except PackageNotFoundError:
         return Finding(name, WARNING if extra else BAD, "not installed", install_command(extra, name))
+    with suppress(ImportError):
+        from packaging.requirements import Requirement  # comes with ipykernel
+
+        for wanted in packages_of(extra, name):
+            if not Requirement(wanted).specifier.contains(found, prereleases=True):
+                text = f"{found}, but the workbench asks for {wanted}"
+                return Finding(name, WARNING, text, install_command(extra, name))
+    return Finding(name, GOOD, found)
 
 
 def check_machine() -> Finding:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from workbench.cli import checks, host_checks
 from workbench.cli.checks import BAD, Finding
 
-_NEEDED = ("torch", "ipyparallel", "ipykernel")
+_NEEDED = ("torch", "numpy", "pandas", "psutil", "cloudpickle", "ipyparallel", "ipykernel")
 _FOR_NOTEBOOKS = ("jupyterlab", "ipywidgets", "anywidget", "plotly")
 
 
@@ -27,8 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def find(quick: bool = False) -> Iterator[Finding]:
-    """All findings in order, without those that need a missing package."""
-    yield checks.check_python()
+    """All findings in order, without those that need a missing package, or another system."""
+    yield (python := checks.check_python())
+    if python.state == BAD:
+        return
     yield from (checks.check_package(name) for name in _NEEDED)
     yield from (checks.check_package(name, extra="lab") for name in _FOR_NOTEBOOKS)
     yield checks.check_package("scikit-learn", extra="demo")

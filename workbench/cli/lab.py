@@ -48,12 +48,22 @@ def find_notebook(wanted: Path | None) -> Path:
 
 
 def copy_notebooks(folder: Path) -> Path:
-    """Copy the installed package's notebooks into a folder without overwriting files; returns the folder."""
-    folder.mkdir(exist_ok=True)
-    for file in files("workbench") or ():
-        copy = folder / file.name
-        if file.match("share/workbench/*.ipynb") and not copy.exists():
-            shutil.copyfile(file.locate(), copy)
+    """Copy the installed package's notebooks into a folder without overwriting files; returns the folder.
+
+    Raises:
+        CommandError: the current folder cannot be written to.
+    """
+    try:
+        folder.mkdir(exist_ok=True)
+        for file in files("workbench") or ():
+            copy = folder / file.name
+            if file.match("share/workbench/*.ipynb") and not copy.exists():
+                shutil.copyfile(file.locate(), copy)
+    except OSError as error:
+        raise CommandError(
+            f"the notebooks are copied to {folder.absolute()}, and cannot be: {error.strerror}. Call it from a folder "
+            "of your own."
+        ) from error
     return folder
 
 

@@ -7,8 +7,8 @@ import shlex
 from importlib.metadata import PackageNotFoundError, requires
 
 
-def packages_of(extra: str = "") -> list[str]:
-    """What an extra needs, with versions; without one, what the workbench always needs.
+def packages_of(extra: str = "", package: str = "") -> list[str]:
+    """What an extra needs, with versions; without one, what the workbench always needs. Or one package of it.
 
     >>> packages_of("tensorboard")
     ['tensorboard']
@@ -19,12 +19,12 @@ def packages_of(extra: str = "") -> list[str]:
         return []
     found = []
     for line in lines:
-        package, _, condition = line.partition(";")
+        needed, _, condition = line.partition(";")
         (asked,) = re.findall(r'extra == "(.+?)"', condition) or [""]
-        own = re.match(r"workbench\[(.+)\]", package)
+        own = re.match(r"workbench\[(.+)\]", needed)
         if asked == extra:
-            found += [each for name in own[1].split(",") for each in packages_of(name)] if own else [package.strip()]
-    return found
+            found += [each for name in own[1].split(",") for each in packages_of(name)] if own else [needed.strip()]
+    return [each for each in found if not package or re.match(rf"{re.escape(package)}(?![\w-])", each)]
 
 
 def install_command(extra: str, package: str = "") -> str:
@@ -33,5 +33,4 @@ def install_command(extra: str, package: str = "") -> str:
     >>> install_command("demo", "scikit-learn")
     'pip install scikit-learn'
     """
-    wanted = [each for each in packages_of(extra) if not package or re.match(rf"{re.escape(package)}(?![\w-])", each)]
-    return f"pip install {shlex.join(wanted or [package or f'.[{extra}]'])}"
+    return f"pip install {shlex.join(packages_of(extra, package) or [package or f'.[{extra}]'])}"

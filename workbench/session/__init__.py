@@ -13,13 +13,8 @@ if TYPE_CHECKING:
     from workbench.session.cluster import Session as Session
     from workbench.session.cluster import current as current
     from workbench.session.cluster import find_current as find_current
-    from workbench.session.outcome import CellResult as CellResult
-    from workbench.session.remote_call import RemoteCall as RemoteCall
 
-_HOMES = {
-    "workbench.session.cluster": ["Session", "current", "find_current"],
-    "workbench.session.remote_call": ["RemoteCall"],
-    "workbench.session.outcome": ["CellResult"],
-}
+_HOMES = {"workbench.session.cluster": ["Session", "current", "find_current"]}
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, _HOMES)
+if not TYPE_CHECKING:  # type checkers would take every name
+    __getattr__, __dir__, __all__ = lazy_names(__name__, _HOMES)

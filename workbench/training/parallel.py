@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -60,6 +60,7 @@ from workbench.training.strategies.state import (
 from workbench.training.zero import sharded_units as zero
 from workbench.transport.user_code import user_stacklevel
 
+_Module = TypeVar("_Module", bound=nn.Module)
 CHECKS: tuple[Callable[[nn.Module, ParallelState], None], ...] = (
     zero.check,
     recompute.check,
@@ -78,12 +79,12 @@ INSTALLERS: tuple[Callable[[nn.Module, ParallelState], list[Any]], ...] = (
 
 
 def parallelize(
-    module: nn.Module,
+    module: _Module,
     strategy: StrategyLike,
     *,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     init: Init = None,
-) -> nn.Module:
+) -> _Module:
     """Shard ``module`` over the ranks of the world, in place. All ranks call it with equal weights.
 
     Afterwards an optimizer of ``torch.optim`` over ``module.parameters()`` works unchanged: its step first completes
@@ -119,12 +120,13 @@ def parallelize(
     world = current()
     given = optimizer if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
     optimizers = [each for one in given for each in (one, *optimizers_within(one))]
-    return place(module, strategy, optimizers, world.world_size, init)
+    place(module, strategy, optimizers, world.world_size, init)
+    return module
 
 
 def place(
     module: nn.Module, strategy: StrategyLike, optimizers: Sequence[Optimizer], num_ranks: int, init: Init = None
-) -> nn.Module:
+) -> None:
     """`parallelize` with any number of optimizers, over the first ``num_ranks`` ranks. All ranks of the world call it.
 
     On the other ranks the module's tensors are placeholders.
@@ -177,7 +179,6 @@ def place(
         state.without_values = []
     for each in states:
         each.reshard(converted)
-    return module
 
 
 __all__ = ["INSTALLERS", "ParallelState", "describe", "parallelize", "state_of", "unhook"]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 
 from workbench.errors import WorldError
+from workbench.transport.system_calls import has_process_files, process_file
 
 GRACE_VARIABLE = "WORKBENCH_STOPPED_GRACE_S"
 STOPPED_GRACE_S = 1.0
@@ -24,7 +25,7 @@ class PeerProcesses:
     def __init__(self, pids: Mapping[int, int]) -> None:
         self.pids = dict(pids)
         self.grace_s = grace_from_environment()
-        self._files = {rank: os.pidfd_open(pid) for rank, pid in pids.items()} if hasattr(os, "pidfd_open") else {}
+        self._files = {rank: process_file(pid) for rank, pid in pids.items()} if has_process_files() else {}
         self._stopped_since: dict[int, float] = {}
 
     def has_ended(self, rank: int, within_s: float = 0.0) -> bool:

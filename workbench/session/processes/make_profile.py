@@ -329,5 +329,5 @@ def _write(name: str, asked: str, settings: Mapping[str, object], engines: int, 
     path = folder / "ipcluster_config.py"
     head = f"# Written by {' '.join(asked.split())}. The next such start writes it anew: change a copy."
     rows = [f"c.{key} = {value!r}" for key, value in settings.items()]
-    path.write_text("\n".join([head, "c = get_config()", *rows, _COMMON]))
+    path.write_text("\n".join([head, "c = get_config()", *rows, _COMMON]), encoding="utf-8")  # as traitlets reads it
     return MadeProfile(name, path, engines, lines)

@@ -25,7 +25,9 @@ def run_on(
     """Run a line of shell on a host. A host that does not answer gives ssh's return code, 255."""
     whole = [*command_to(ssh, host), command]
     try:
-        return subprocess.run(whole, input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False)
+        return subprocess.run(
+            whole, input=stdin, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
+        )
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(whole, 255, "", f"no answer within {timeout_s:.0f} s")
     except OSError as error:

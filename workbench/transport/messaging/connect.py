@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from workbench.transport.messaging.control_page import ControlPage
 from workbench.transport.messaging.link import Link
 from workbench.transport.messaging.semaphores import load
 from workbench.transport.messaging.shared_memory import SharedMemory
+from workbench.transport.system_calls import has_process_files
 
 GatherBytes = Callable[[torch.Tensor], list[torch.Tensor]]
 """All-gathers equally shaped CPU tensors, by rank."""
@@ -34,8 +34,8 @@ def make_control_page(
 ) -> tuple[tuple[ControlPage, SharedMemory] | None, str]:
     """This rank's control page and first chunk, or None and the reason."""
     semaphores = load()
-    if semaphores is None or not hasattr(os, "pidfd_open"):
-        return None, "this system lacks shared semaphores or process files"
+    if semaphores is None or not has_process_files():
+        return None, "this system lacks shared semaphores (glibc 2.30) or process files (Linux 5.3)"
     what = f"rank {rank} of {world_size} joins the world"
     page_bytes = ControlPage.size_for(world_size)
     try:

@@ -18,6 +18,7 @@ import torch
 
 from workbench.errors import WorldError
 from workbench.transport.messaging.huge_pages import map_aligned, reserve_huge_pages
+from workbench.transport.system_calls import memory_file
 from workbench.units import format_bytes
 
 _SHARE_OF_AVAILABLE = 0.9
@@ -49,7 +50,7 @@ class SharedMemory:
         Raises:
             WorldError: the system has too little memory; the text begins with ``what``.
         """
-        file = os.memfd_create("workbench", os.MFD_CLOEXEC)
+        file = memory_file()
         try:
             os.fchmod(file, 0o600)
             _check_room(size, what)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workbench.core.metrics import RunRecord
 from workbench.core.model_costs import ModelCosts
@@ -11,7 +11,9 @@ from workbench.core.rows import Layer
 from workbench.cost.hardware import Hardware
 from workbench.errors import SessionError
 from workbench.session.planning import SentCounter, first_batch, layer_costs
-from workbench.ui.planning.byte_counter import Counter
+
+if TYPE_CHECKING:
+    from workbench.ui.planning.byte_counter import Counter  # a widget's; commands do without ipywidgets
 
 NO_ENGINES = "this panel has no engines: it predicts only. Give it a session to train with it."
 

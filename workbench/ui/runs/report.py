@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from workbench.core.metrics import RunRecord
@@ -21,24 +19,8 @@ from workbench.ui.runs.render_table import runs_html
 from workbench.units import format_count
 
 
-def write_report(
-    result: CompareResult, path: str | os.PathLike[str], *, title: str = "Comparison of strategies"
-) -> Path:
-    """Write the page for ``result`` to ``path`` (folders are made) and return the path.
-
-    The page has no scripts and fetches nothing, so it can be mailed or put on any web server.
-
-    >>> write_report(wb.compare(...), "out/report.html")            # doctest: +SKIP
-    PosixPath('out/report.html')
-    """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(report_html(result, title), encoding="utf-8")
-    return target
-
-
 def report_html(result: CompareResult, title: str = "Comparison of strategies") -> str:
-    """The whole page as a string."""
+    """The whole page. It has no scripts and fetches nothing, so it can be mailed or put on any web server."""
     state, sentence = verdict(result.runs)
     body = element(
         "main",
