@@ -93,7 +93,7 @@ class StrategyEditor:
         self.state = PanelState(layers, num_ranks, strategy)
         self.script = ScriptSection(script)
         self.controls = Controls(self.edit, on_run, self.plan, title, self.script.button, apply=apply)
-        self.grid = LayerGrid(self._on_event)
+        self.grid = LayerGrid(self._on_event, view=self.view() | {"tensor": False})  # a slow page may miss a change
         self.tensor = html("", "wb-tensor-host")
         self.predictions = html("", "wb-predictions-host")
         on_ranks = lambda number: self.edit(partial(PanelState.set_num_ranks, num_ranks=number))  # noqa: E731
