@@ -18,7 +18,7 @@ from workbench.ui.pictures.svg import Box, Picture, curve, document, rect, text
 from workbench.units import format_bytes
 
 MAX_RANKS = 16
-_PANEL_WIDTH, _PANEL_HEIGHT = 190.0, 96.0
+_PANEL_WIDTH, _PANEL_HEIGHT, _SHORTEST = 190.0, 96.0, 28.0
 _LEFT, _TOP, _ROW_GAP = 118.0, 66.0, 26.0
 _BETWEEN = 250.0
 _RIGHT_MARGIN = 132.0
@@ -61,8 +61,8 @@ class _Picture:
         self.plan, self.ranks, self.colours = plan, ranks, colours
         rows, columns = (1, *plan.shape)[-2:]
         scale = min(_PANEL_WIDTH / max(1, columns), _PANEL_HEIGHT / max(1, rows))
-        self.scale_x, self.scale_y = (scale, scale) if rows > 1 else (scale, min(_PANEL_HEIGHT, 28.0))
-        self.panel = (columns * self.scale_x, rows * self.scale_y)
+        self.panel = (max(_SHORTEST, columns * scale), max(_SHORTEST, rows * scale) if rows > 1 else _SHORTEST)
+        self.scale_x, self.scale_y = self.panel[0] / max(1, columns), self.panel[1] / max(1, rows)
         self.right = _LEFT + self.panel[0] + _BETWEEN
 
     def draw(self) -> str:
