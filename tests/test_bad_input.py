@@ -40,6 +40,7 @@ def test_errors_say_what_to_write() -> None:
             (lambda: wb.randint(5, 2, (3,), placement=here, sbp="B"), r"no integer lies in \[5, 2\)"),
             (lambda: wb.debug.boxing_plan("S(0)", "B", (4, 4)), "'S.0.' is a str, not a layout.*layout_on_ranks"),
             (lambda: wb.draw.network(x), r"layer 0 is a GlobalTensor, not \(x, w, out\).*wb.draw.network\(\("),
+            (lambda: wb.draw.boxing(x), r"a GlobalTensor is no plan. Give x.boxing_plan\(sbp=...\)"),
             (lambda: wb.draw.timeline(model), r"a Linear is no timeline.*wb.debug.timeline\(model\)"),
             (
                 lambda: wb.planner.dry_run(model, "data", 2, torch.ones(4, 4)),

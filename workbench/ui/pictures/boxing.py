@@ -28,12 +28,16 @@ def draw_boxing(plan: BoxingPlan | BoxingPath, *, theme: str = "light") -> Pictu
     """A picture of a boxing, ``x.boxing_plan(sbp=...)``: which slice goes from which rank to which.
 
     Raises:
-        ValueError: more than 2 dims or 16 ranks, or a boxing path of several steps. Draw each of its ``steps``.
+        ValueError: more than 2 dims or 16 ranks, or no plan, or a path of several steps. Draw each of its ``steps``.
 
     >>> p = wb.placement(ranks=[0, 1])
     >>> picture = wb.draw.boxing(wb.debug.boxing_plan((p, "S(0)"), (p, "B"), (4, 4)))
     >>> picture.save("/dev/null")
     """
+    if not isinstance(plan, (BoxingPlan, BoxingPath)):
+        raise ValueError(
+            f"wb.draw.boxing: a {type(plan).__name__} is no plan. Give x.boxing_plan(sbp=...), x being a global tensor."
+        )
     if not isinstance(plan, BoxingPlan):
         raise ValueError(
             f"wb.draw.boxing: a path of {len(plan.steps)} boxings, but a picture shows 1. Draw each of plan.steps."
@@ -50,7 +54,7 @@ def plan_picture(plan: BoxingPlan, colours: Palette = LIGHT) -> str:
     ranks = sorted({*plan.source.placement, *plan.destination.placement})
     if not 1 <= len(plan.shape) <= 2 or len(ranks) > MAX_RANKS:
         raise ValueError(
-            f"plan_picture: a plan of {len(plan.shape)} dims between {len(ranks)} ranks; a picture has room for 1 or 2 "
+            f"wb.draw.boxing: a plan of {len(plan.shape)} dims between {len(ranks)} ranks; a picture has room for 1 or 2 "
             f"dims and {MAX_RANKS} ranks. Print the plan instead."
         )
     return _Picture(plan, ranks, colours).draw()

@@ -184,7 +184,8 @@ def _consumed(
         f"{name} {layout}" for name, layout in zip(NAMES, [*(o.layout for o in operands), out], strict=True)
     )
     raise LayoutError(
-        f"{where}: {description}. A product of this x and w does not lie like this out. Draw what belongs together."
+        f"{where}: {description}. A product of this x and w does not lie like this out, or they are on different "
+        "placements. Draw what belongs together, on one placement: x.to_global(placement=out.placement, sbp=...)."
     )
 
 
