@@ -54,8 +54,8 @@ def plan_picture(plan: BoxingPlan, colours: Palette = LIGHT) -> str:
     ranks = sorted({*plan.source.placement, *plan.destination.placement})
     if not 1 <= len(plan.shape) <= 2 or len(ranks) > MAX_RANKS:
         raise ValueError(
-            f"wb.draw.boxing: a plan of {len(plan.shape)} dims between {len(ranks)} ranks; a picture has room for 1 or 2 "
-            f"dims and {MAX_RANKS} ranks. Print the plan instead."
+            f"wb.draw.boxing: a plan of {len(plan.shape)} dims between {len(ranks)} ranks; a picture has room for 1 or "
+            f"2 dims and {MAX_RANKS} ranks. Print the plan instead."
         )
     return _Picture(plan, ranks, colours).draw()
 
