@@ -47,6 +47,12 @@ def test_odd_shapes_have_a_picture(shape):
         assert root.tag == f"{SVG}svg" and root.findall(f"{SVG}rect")
 
 
+@pytest.mark.parametrize(("shape", "side"), [((20_000, 2), "width"), ((2, 20_000), "height")])
+def test_a_long_tensor_is_as_wide_as_can_be_seen(shape, side):
+    root = ElementTree.fromstring(plan_picture(plan([0, 1], "S(0)", [0, 1], "B", shape)))
+    assert all(float(shape.get(side)) >= 14 for shape in root.findall(f"{SVG}rect"))
+
+
 def test_a_boxing_is_drawn_from_its_plan():
     one = plan([0, 1], "S(0)", [0, 1], "B", (4, 4))
     picture = draw_boxing(one, theme="dark")

@@ -1,6 +1,6 @@
 """Pictures of products: they show what the ranks really hold, and boxings of as many bytes as really move."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 from xml.etree import ElementTree
 
 import pytest
@@ -108,8 +108,22 @@ def test_ranks_without_rows_hold_nothing():
 
 
 def test_what_an_operation_boxes_is_said():
-    picture, _ = drawn("S(1)", "B")
-    assert "boxed before" in " ".join(texts(picture)) and "S(" in str(picture)
+    picture, _ = drawn("S(0)", "S(1)", shape=(8, 5, 4))
+    words = "w is boxed before: S(1) -> B, 80 B"
+    assert words in texts(picture) and words in str(picture)
+    assert "rank 0: x[0:4, :] @ all of w = out[0:4, :]" in str(picture)
+
+
+@pytest.mark.parametrize("is_linear", [False, True])
+@pytest.mark.parametrize("sbps", [*product(("S(0)", "S(1)", "B", "P"), repeat=2)])
+def test_products_of_all_layouts_are_drawn_as_they_run(sbps, is_linear):
+    def body():
+        for shape in ((5, 7, 3), (1, 2, 1), (4, 0, 3)):
+            x, w = tensors(*sbps, shape=shape)
+            w = w.T if is_linear else w
+            wb.draw.matmul(x, w, torch.nn.functional.linear(x, w) if is_linear else x @ w)
+
+    run_ranks(body)
 
 
 def test_a_picture_can_be_shown_and_saved(tmp_path):

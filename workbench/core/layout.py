@@ -61,7 +61,7 @@ class Layout:
                 f"sbp has {len(entries)} entr{'y' if len(entries) == 1 else 'ies'} "
                 f"({format_sbp(entries)}) but {placement} has "
                 f"{placement.num_axes} ax{'is' if placement.num_axes == 1 else 'es'}. Give one per axis, "
-                f"e.g. sbp={f'({example})' if placement.num_axes > 1 else example}."
+                f'e.g. sbp="{example}".'
             )
         return cls(placement, entries)
 

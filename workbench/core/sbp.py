@@ -14,7 +14,7 @@ The notion and the names are OneFlow's (Yuan et al., arXiv 2110.15032).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -78,7 +78,8 @@ partial_sum = Partial("sum")
 partial_max = Partial("max")
 partial_min = Partial("min")
 
-_PATTERN = re.compile(r"S\((-?\d+)\)|B|P(?:\((sum|max|min)\))?")
+_ENTRY = re.compile(r"S\((-?\d+)\)|B|P(?:\((sum|max|min)\))?")
+_ENTRIES = re.compile(rf"\(?\s*(?:{_ENTRY.pattern})(?:\s*,\s*(?:{_ENTRY.pattern}))*\s*,?\s*\)?")
 
 
 def split(dim: int) -> Split:
@@ -96,16 +97,17 @@ def parse(text: str) -> NdSbp:
     """Parse a text such as ``"S(0), B"``. The ``str`` of an nd-sbp parses to the same value.
 
     Raises:
-        SbpError: a part of the text is not an entry.
+        SbpError: the text is not entries with commas between them.
 
     >>> parse("S(0), P(max)")
     (S(0), P(max))
     """
-    leftover = _PATTERN.sub("", text).strip("(), ")
-    entries = tuple(_entry(match) for match in _PATTERN.finditer(text))
-    if leftover or not entries:
-        raise SbpError(f"sbp {text!r}: {leftover!r} is none of S(dim), B, P, P(max), P(min). Write e.g. 'S(0), B'.")
-    return entries
+    if not _ENTRIES.fullmatch(text.strip()):
+        raise SbpError(
+            f"sbp {text!r}: an axis has one of S(dim), B, P, P(max), P(min), with a comma between two axes. Write e.g. "
+            '"S(0)", or "S(0), B" for two axes.'
+        )
+    return tuple(map(_entry, _ENTRY.finditer(text)))
 
 
 def _entry(match: re.Match[str]) -> Sbp:
@@ -124,9 +126,9 @@ def as_nd_sbp(value: SbpLike) -> NdSbp:
         return (value,)
     if isinstance(value, str):
         return parse(value)
-    if not isinstance(value, Iterable):
+    if not isinstance(value, Sequence):
         raise SbpError(
-            f"sbp={value!r} is a {type(value).__name__}. Give sbp.split(dim), sbp.broadcast, sbp.partial_sum."
+            f"sbp={value!r}: {type(value).__name__} is no layout. Give sbp.split(dim), sbp.broadcast, sbp.partial_sum."
         )
     entries: list[Sbp] = []
     for item in value:

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, SbpLike, Split, broadcast, dual, partial_sum
-from workbench.errors import LayoutError, SbpError
+from workbench.errors import LayoutError, PlacementError, SbpError
 from workbench.tensors.agreement import check_plain_operand, content_hash, is_of_transform, refuse_in_transform
 from workbench.tensors.boxing.box import box
 from workbench.tensors.copy_to_device import copy_to_device
@@ -200,7 +200,7 @@ def _copies_of_gradient(layout: Layout, grad_sbp: SbpLike) -> int:
         legal = (broadcast, partial_sum) if isinstance(entry, Broadcast) else (dual(entry),)
         if given not in legal:
             raise SbpError(
-                f"to_local(grad_sbp={wanted}): the tensor has sbp {layout.sbp}, so the gradient of {entry} is "
+                f"to_local(grad_sbp={wanted.sbp}): the tensor has sbp {layout.sbp}, so the gradient of {entry} is "
                 f"{' or '.join(str(e) for e in legal)}, not {given}. B is for "
                 "the same loss on all ranks, P for a loss of each rank's own."
             )
@@ -229,6 +229,7 @@ def to_global(
 
     Raises:
         LayoutError: ranks disagree about dtype, number of dims, or the value of a broadcast tensor; or it is sparse.
+        PlacementError: ``broadcast_from`` is no rank of this world.
 
     On two ranks, ``wb.to_global(torch.ones(2, 3), placement=p, sbp=wb.sbp.split(0)).shape`` is (4, 3).
     """
@@ -245,6 +246,11 @@ def to_global(
     placement.check_world(world.world_size)
     local = copy_to_device(local, world.device)
     if broadcast_from is not None:
+        if broadcast_from not in range(world.world_size):
+            raise PlacementError(
+                f"to_global(broadcast_from={broadcast_from!r}): this world has the ranks 0 to {world.world_size - 1}. "
+                "Name the one whose tensor all take."
+            )
         return _from_one(local, world, layout, broadcast_from)
     metadata = _gather_metadata(local, world, with_hash=any(isinstance(entry, Broadcast) for entry in layout.sbp))
     shape, dtype = _logical_metadata(metadata, layout)

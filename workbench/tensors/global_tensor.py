@@ -337,7 +337,7 @@ class GlobalTensor(TensorState):
     def _layout_of(self, placement: Placement | None, sbp: SbpLike | None) -> Layout:
         """The layout that the arguments of ``to_global`` ask for."""
         current = self._spec.layout
-        layout = Layout.of(placement or current.placement, current.sbp if sbp is None else sbp)
+        layout = Layout.of(current.placement if placement is None else placement, current.sbp if sbp is None else sbp)
         layout.placement.check_world(self._spec.world.world_size)
         return layout.normalized(self._spec.shape)
 

@@ -63,6 +63,12 @@ def to_global_many(
 
     ``w, b = wb.to_global([layer.weight, layer.bias], sbp="B")`` gathers both in one exchange.
     """
+    if not hasattr(type(tensors), "__iter__") or hasattr(type(tensors), "__array__"):
+        raise LayoutError(
+            f"to_global: a {type(tensors).__name__} is neither a tensor nor a list of global tensors. Write "
+            'wb.to_global(torch.as_tensor(x), placement=..., sbp="S(0)").'
+        )
+    tensors = list(tensors)  # model.parameters() can be read once
     if not tensors:
         raise LayoutError("to_global: 0 tensors were given, it takes 1 or more. Leave the call out.")
     for i, tensor in enumerate(tensors):

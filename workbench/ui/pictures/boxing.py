@@ -18,7 +18,7 @@ from workbench.ui.pictures.svg import Box, Picture, curve, document, rect, text
 from workbench.units import format_bytes
 
 MAX_RANKS = 16
-_PANEL_WIDTH, _PANEL_HEIGHT = 190.0, 96.0
+_PANEL_WIDTH, _PANEL_HEIGHT, _SHORTEST = 190.0, 96.0, 28.0
 _LEFT, _TOP, _ROW_GAP = 118.0, 66.0, 26.0
 _BETWEEN = 250.0
 _RIGHT_MARGIN = 132.0
@@ -28,12 +28,16 @@ def draw_boxing(plan: BoxingPlan | BoxingPath, *, theme: str = "light") -> Pictu
     """A picture of a boxing, ``x.boxing_plan(sbp=...)``: which slice goes from which rank to which.
 
     Raises:
-        ValueError: more than 2 dims or 16 ranks, or a boxing path of several steps. Draw each of its ``steps``.
+        ValueError: more than 2 dims or 16 ranks, or no plan, or a path of several steps. Draw each of its ``steps``.
 
     >>> p = wb.placement(ranks=[0, 1])
     >>> picture = wb.draw.boxing(wb.debug.boxing_plan((p, "S(0)"), (p, "B"), (4, 4)))
     >>> picture.save("/dev/null")
     """
+    if not isinstance(plan, (BoxingPlan, BoxingPath)):
+        raise ValueError(
+            f"wb.draw.boxing: a {type(plan).__name__} is no plan. Give x.boxing_plan(sbp=...), x being a global tensor."
+        )
     if not isinstance(plan, BoxingPlan):
         raise ValueError(
             f"wb.draw.boxing: a path of {len(plan.steps)} boxings, but a picture shows 1. Draw each of plan.steps."
@@ -50,8 +54,8 @@ def plan_picture(plan: BoxingPlan, colours: Palette = LIGHT) -> str:
     ranks = sorted({*plan.source.placement, *plan.destination.placement})
     if not 1 <= len(plan.shape) <= 2 or len(ranks) > MAX_RANKS:
         raise ValueError(
-            f"plan_picture: a plan of {len(plan.shape)} dims between {len(ranks)} ranks; a picture has room for 1 or 2 "
-            f"dims and {MAX_RANKS} ranks. Print the plan instead."
+            f"wb.draw.boxing: a plan of {len(plan.shape)} dims between {len(ranks)} ranks; a picture has room for 1 or "
+            f"2 dims and {MAX_RANKS} ranks. Print the plan instead."
         )
     return _Picture(plan, ranks, colours).draw()
 
@@ -61,8 +65,8 @@ class _Picture:
         self.plan, self.ranks, self.colours = plan, ranks, colours
         rows, columns = (1, *plan.shape)[-2:]
         scale = min(_PANEL_WIDTH / max(1, columns), _PANEL_HEIGHT / max(1, rows))
-        self.scale_x, self.scale_y = (scale, scale) if rows > 1 else (scale, min(_PANEL_HEIGHT, 28.0))
-        self.panel = (columns * self.scale_x, rows * self.scale_y)
+        self.panel = (max(_SHORTEST, columns * scale), max(_SHORTEST, rows * scale) if rows > 1 else _SHORTEST)
+        self.scale_x, self.scale_y = self.panel[0] / max(1, columns), self.panel[1] / max(1, rows)
         self.right = _LEFT + self.panel[0] + _BETWEEN
 
     def draw(self) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from workbench.core.boxing import describe_sbp_change
 from workbench.core.layout import Region
 from workbench.theme import Palette, palette
 from workbench.ui.pictures.matmul_layouts import NAMES, Product, ShardedMatrix, product
@@ -59,7 +60,15 @@ def product_text(one: Product) -> str:
     if one.out.layout is None:
         return heading
     rows = [f"  rank {r}: {one.x.words(r)} @ {one.w.words(r)} = {one.out.words(r)}" for r in one.ranks]
-    return "\n".join([heading, *rows])
+    return "\n".join([heading, *(f"  {words}" for words in _boxed_before(one)), *rows])
+
+
+def _boxed_before(one: Product) -> list[str]:
+    """A line for each boxing before the local products."""
+    return [
+        f"{name} is boxed before: {describe_sbp_change(plan.source, plan.destination)}, {format_bytes(plan.wire_bytes)}"
+        for name, plan in one.boxings
+    ]
 
 
 def matmul_picture(one: Product, colours: Palette) -> str:
@@ -73,22 +82,23 @@ def matmul_picture(one: Product, colours: Palette) -> str:
     columns = Columns.of(one, _LONGEST if len(ranks) <= _FEW_RANKS else _LONGEST / 2, _SHORTEST)
     height = max(columns.rows, columns.inner)
     row_height = height + _CAPTION + _GAP
-    size = (_LEFT + columns.width + 28, _TOP + row_height * (1 + len(ranks)) - 4 - _CAPTION)
+    boxed = _boxed_before(one)
+    first = _TOP + 18 * len(boxed)
+    width = max([_LEFT + columns.width + 28, *(32 + text_width(words) for words in boxed)])
+    size = (width, first + row_height * (1 + len(ranks)) - 4 - _CAPTION)
     parts = [
         text(16, 26, f"{one.x.name} × {one.w.name} = {one.out.name}", anchor="start", size=15, bold=True),
         text(16, 44, one.kind, anchor="start", fill=colours.muted),
-        *columns.headings(_LEFT, 64, colours),
-        text(16, _TOP + height / 2 + 4, "logical" if ranks else "one device", anchor="start", bold=True),
-        *_whole(columns, Box(_LEFT, _TOP, 0, height), colours),
+        *(text(16, 62 + 18 * i, words, anchor="start", fill=colours.boxing) for i, words in enumerate(boxed)),
+        *columns.headings(_LEFT, first - 28, colours),
+        text(16, first + height / 2 + 4, "logical" if ranks else "one device", anchor="start", bold=True),
+        *_whole(columns, Box(_LEFT, first, 0, height), colours),
     ]
     for number, rank in enumerate(ranks, start=1):
-        top = _TOP + number * row_height - _CAPTION
+        top = first + number * row_height - _CAPTION
         parts.append(line((16, top - _GAP / 2 - 2), (size[0] - 16, top - _GAP / 2 - 2), colours.line))
         parts += rank_label(one, rank, top + height / 2, colours)
         parts += columns.row(rank, Box(_LEFT, top, 0, height), colours)
-    boxed = "; ".join(f"boxed before: {p.source} to {p.destination}, {format_bytes(p.wire_bytes)}" for p in one.boxings)
-    if boxed:
-        parts.append(text(size[0] - 16, 26, boxed, anchor="end", fill=colours.boxing))
     return document(size, product_text(one).partition("\n")[0], colours, parts)
 
 

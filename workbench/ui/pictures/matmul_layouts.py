@@ -17,7 +17,13 @@ from workbench.errors import LayoutError
 
 Plan = BoxingPlan | BoxingPath
 NAMES = ("x", "w", "out")
-_LETTERS = {"n": "data parallel", "m": "model parallel", "k": "split sum", "": "all on every rank"}
+_LETTERS = {
+    "m": "data parallel",
+    "#1": "data parallel",
+    "n": "model parallel",
+    "k": "split sum",
+    "": "all on every rank",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +77,12 @@ class ShardedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """``x @ w = out``: the matrices in the layouts of the local products, and the boxings before these."""
+    """``x @ w = out``: the matrices in the layouts of the local products, and the boxings before these, by name."""
 
     x: ShardedMatrix
     w: ShardedMatrix
     out: ShardedMatrix
-    boxings: tuple[Plan, ...]
+    boxings: tuple[tuple[str, Plan], ...]
     letters: tuple[str, ...]
     learns: bool
     given: Any
@@ -115,9 +121,9 @@ def product(x: Any, w: Any, out: Any, names: Sequence[str] = NAMES, where: str =
     shapes = [tuple(tensor.shape) for tensor in (x, w, out)]
     is_turned = _is_turned(shapes, where)
     layouts = [layout_of(tensor) for tensor in (x, w, out)]
-    x_layout, w_layout, out_layout = layouts
+    out_layout = layouts[2]
     drawn = shapes[1][::-1] if is_turned else shapes[1]
-    if x_layout is None or w_layout is None or out_layout is None:
+    if out_layout is None or None in layouts:
         if any(layouts):
             description = ", ".join(f"{name} {layout or 'plain'}" for name, layout in zip(names, layouts, strict=True))
             raise ValueError(f"{where}: {description}. Draw three global tensors, or three plain ones.")
@@ -128,12 +134,13 @@ def product(x: Any, w: Any, out: Any, names: Sequence[str] = NAMES, where: str =
         )
         return Product(*parts, (), (), bool(w.requires_grad), x, out, w)
     (x_goal, w_goal), letters = _consumed(x, w, out_layout, is_turned, where)
-    plans = [tensor.boxing_plan(goal.placement, goal.sbp) for tensor, goal in ((x, x_goal), (w, w_goal))]
+    goals = zip(names, (x, w), (x_goal, w_goal), strict=False)
+    plans = [(name, tensor.boxing_plan(goal.placement, goal.sbp)) for name, tensor, goal in goals]
     return Product(
         ShardedMatrix(names[0], shapes[0], x_goal),
-        ShardedMatrix(names[1], drawn, w_layout, is_turned),
+        ShardedMatrix(names[1], drawn, w_goal, is_turned),
         ShardedMatrix(names[2], shapes[2], out_layout),
-        tuple(plan for plan in plans if plan.kind != "none"),
+        tuple((name, plan) for name, plan in plans if plan.kind != "none"),
         letters,
         bool(w.requires_grad),
         x,
@@ -160,7 +167,7 @@ def _consumed(
     x: Any, w: Any, out: Layout, is_turned: bool, where: str
 ) -> tuple[tuple[Layout, Layout], tuple[str, ...]]:
     """The layouts of the local products, and for each axis the dim of the equation that it splits."""
-    equation = "nk, mk -> nm" if is_turned else "nk, km -> nm"
+    equation = "...k, nk -> ...n" if is_turned else "mk, kn -> mn"  # as in the rules: ties go to the first letter
     tensors = (x, w)
     known = signatures(equation, [tuple(tensor.shape) for tensor in tensors], (2,))
     cost = x.boxing_plan().steps[0].cost
@@ -177,7 +184,8 @@ def _consumed(
         f"{name} {layout}" for name, layout in zip(NAMES, [*(o.layout for o in operands), out], strict=True)
     )
     raise LayoutError(
-        f"{where}: {description}. A product of this x and w does not lie like this out. Draw what belongs together."
+        f"{where}: {description}. A product of this x and w does not lie like this out, or they are on different "
+        "placements. Draw what belongs together, on one placement: x.to_global(placement=out.placement, sbp=...)."
     )
 
 

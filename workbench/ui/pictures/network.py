@@ -111,6 +111,7 @@ def network_text(network: Network, backward: bool) -> str:
     lines = []
     for i, one in enumerate(network.products):
         lines.append(f"layer {i}: {one.kind}")
+        lines += [f"  {name}: {_in_words(plan)}" for name, plan in one.boxings if i == 0 or name == one.w.name]
         if i < len(network.joints):
             lines += [f"  {_in_words(plan)}" for plan in network.joints[i]]
     if backward:
