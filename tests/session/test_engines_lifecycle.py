@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
+import torch
 import torch.nn.functional as F
 
 import workbench as wb
@@ -117,6 +118,16 @@ def test_engines_have_one_parent_which_ends_with_the_last_session():
             assert parents(other) == {server}
         assert server.is_running()
     assert not server.is_running()
+
+
+def test_the_controller_keeps_nothing_of_what_is_pushed(session):
+    """It kept up to 1 GB, as long as the session."""
+    controller = session._folder.engines().controller.find()
+    before = controller.memory_info().rss
+    for number in range(3):
+        session.push(pushed=torch.full((10_000_000,), float(number)))
+    wait_until(lambda: controller.memory_info().rss - before < 60e6)
+    session.run("del pushed")
 
 
 def test_engines_draw_random_numbers_of_their_own(session):

@@ -42,6 +42,7 @@ WATCHDOG = [sys.executable, "-m", "workbench.session.processes.watchdog"]
 _CONTROLLER_OPTIONS = [
     "--IPController.use_threads=True",
     "--IPController.ip=127.0.0.1",
+    "--IPController.db_class=NoDB",  # else it keeps the last messages: up to 1 GB of what cells push and pull
     "--HeartMonitor.period=1000",
     "--log-level=WARN",
 ]
