@@ -366,6 +366,7 @@ def test_engines_of_an_ipyparallel_profile(tmp_path, monkeypatch):
     with Session(engines=1, profile="ours", device="cpu") as session:
         assert session.run("wb.rank(), wb.world_size()").values == [(0, 1)]
         assert session.num_engines == 1
+        assert launch.KEEP_NO_MESSAGES in psutil.Process(session._pool._processes._cluster.controller.pid).cmdline()
         session.run("model = wb.parallelize(torch.nn.Linear(2, 2), '*: data')", setup=True)
         session.run(f"wb.checkpoint.save({str(tmp_path / 'saved')!r}, model=model)")
         (first,) = session.run("model.weight.to_local().sum().item()").values

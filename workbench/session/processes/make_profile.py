@@ -28,7 +28,6 @@ c.Cluster.delay = 0
 c.Cluster.controller_args = [
     "--IPController.use_threads=True",
     "--IPController.enable_curve=True",  # encrypted; only processes with the key can join
-    "--IPController.db_class=NoDB",  # it keeps no messages, which take up to 1 GB
     "--HeartMonitor.period=1000",  # a lost host is noticed in 6 seconds
     "--HeartMonitor.max_heartmonitor_misses=6",
 ]
