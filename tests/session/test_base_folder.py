@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -35,6 +37,21 @@ def test_without_a_place_for_temporary_files(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(folder.tempfile, "gettempdir", lambda: str(tmp_path / "missing"))
     with pytest.raises(SessionError, match=r"cannot be made: No such file.*Set WORKBENCH_SESSIONS"):
         folder.base_folder()
+    full = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/var/tmp']")
+    monkeypatch.setattr(folder.tempfile, "gettempdir", Mock(side_effect=full))
+    with pytest.raises(SessionError, match=r"cannot be made: No usable temporary directory.*Set WORKBENCH_SESSIONS"):
+        folder.base_folder()
+
+
+def test_no_session_begins_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try left a folder, which nobody removed, and ended in an error that named no folder."""
+    monkeypatch.setenv(folder.BASE_VARIABLE, str(tmp_path / "sessions"))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for where, name in [(folder.Path, "write_text"), (folder.tempfile, "mkdtemp")]:
+        monkeypatch.setattr(where, name, Mock(side_effect=full))
+        with pytest.raises(SessionError, match=r"in \S+/sessions cannot be made: No space left.*on a disk with room"):
+            folder.SessionFolder.create()
+    assert not any((tmp_path / "sessions").iterdir())
 
 
 def test_a_checkpoint_is_saved_though_its_name_finds_a_full_disk(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
+import torch
 import torch.nn.functional as F
 
 import workbench as wb
@@ -117,6 +118,16 @@ def test_engines_have_one_parent_which_ends_with_the_last_session():
             assert parents(other) == {server}
         assert server.is_running()
     assert not server.is_running()
+
+
+def test_the_controller_keeps_nothing_of_what_is_pushed(session):
+    """It kept up to 1 GB, as long as the session."""
+    controller = session._folder.engines().controller.find()
+    before = controller.memory_info().rss
+    for number in range(3):
+        session.push(pushed=torch.full((10_000_000,), float(number)))
+    wait_until(lambda: controller.memory_info().rss - before < 60e6)
+    session.run("del pushed")
 
 
 def test_engines_draw_random_numbers_of_their_own(session):
@@ -355,6 +366,7 @@ def test_engines_of_an_ipyparallel_profile(tmp_path, monkeypatch):
     with Session(engines=1, profile="ours", device="cpu") as session:
         assert session.run("wb.rank(), wb.world_size()").values == [(0, 1)]
         assert session.num_engines == 1
+        assert launch.KEEP_NO_MESSAGES in psutil.Process(session._pool._processes._cluster.controller.pid).cmdline()
         session.run("model = wb.parallelize(torch.nn.Linear(2, 2), '*: data')", setup=True)
         session.run(f"wb.checkpoint.save({str(tmp_path / 'saved')!r}, model=model)")
         (first,) = session.run("model.weight.to_local().sum().item()").values

@@ -1,5 +1,6 @@
 """Shared memory when something goes wrong: every wait ends with the cause, and nothing is left behind."""
 
+import errno
 import json
 import os
 import queue
@@ -168,6 +169,26 @@ def test_too_little_memory_is_an_error_with_both_sizes_on_all_ranks(monkeypatch)
     refused, texts = assert_all_returned(run_shared(program))
     assert "rank 0 in receive" in refused and "40.9 MB" in refused and "18.0 MB" in refused and "gloo" in refused
     assert "40.9 MB" in texts
+
+
+def test_too_many_open_files_are_an_error_for_messages_and_none_for_tensors(monkeypatch):
+    """A tensor with room in ordinary memory ended the world, too."""
+
+    def program(transport, rank):
+        transport.all_gather(torch.zeros(1), "start")
+        if rank == 0:
+            monkeypatch.setattr(shared_memory.os, "memfd_create", full)
+            assert transport._segment.empty((10_000_000,), torch.float32).numel() == 10_000_000
+            with pytest.raises(WorldError) as caught:
+                transport.exchange([(1, torch.zeros(10_000_000))], [], 1, "receive")
+            return str(caught.value)
+        return timed(lambda: receive(transport, 0))[0]
+
+    def full(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    refused, text = assert_all_returned(run_shared(program))
+    assert "rank 0 in receive" in refused and "Too many open files (`ulimit -n`" in refused and "ulimit" in text
 
 
 def select(num_ranks, names=(), **broken):

@@ -156,16 +156,16 @@ def base_folder() -> Path:
         SessionError: the folder cannot be made; or another user owns it or may read it, or it is no folder.
     """
     chosen = os.environ.get(BASE_VARIABLE)
-    path = Path(chosen).expanduser() if chosen else Path(tempfile.gettempdir()) / f"workbench-{os.getuid()}"
+    try:
+        path = Path(chosen).expanduser() if chosen else Path(tempfile.gettempdir()) / f"workbench-{os.getuid()}"
+    except OSError as error:  # all disks for temporary files are full, or may not be written
+        raise _cannot_be_made("a folder among temporary files", error) from error
     try:
         path.mkdir(mode=0o700, parents=bool(chosen))
     except FileExistsError:
         pass  # what it is decides
     except OSError as error:
-        raise SessionError(
-            f"Session: the folder {path} cannot be made: {error.strerror}. Sessions keep their keys there. "
-            f"Set {BASE_VARIABLE} to a folder of your own of mode 0700, or to a path where you may make one."
-        ) from error
+        raise _cannot_be_made(f"the folder {path}", error) from error
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
         is_own = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
@@ -178,6 +178,13 @@ def base_folder() -> Path:
     return path
 
 
+def _cannot_be_made(what: str, error: OSError) -> SessionError:
+    return SessionError(
+        f"Session: {what} cannot be made: {error.strerror}. Sessions keep their keys there. Set {BASE_VARIABLE} to a "
+        "folder of your own of mode 0700, or to a path where you may make one, on a disk with room."
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SessionFolder:
     """One session's folder; ``create`` makes a new one, mode 0700."""
@@ -186,8 +193,16 @@ class SessionFolder:
 
     @classmethod
     def create(cls) -> SessionFolder:
-        folder = cls(Path(tempfile.mkdtemp(prefix="session-", dir=base_folder())))
-        folder.record([])
+        base = base_folder()
+        try:
+            folder = cls(Path(tempfile.mkdtemp(prefix="session-", dir=base)))
+            try:
+                folder.record([])
+            except BaseException:
+                folder.remove()  # nobody removes one without a record
+                raise
+        except OSError as error:
+            raise _cannot_be_made(f"a folder in {base}", error) from error
         return folder
 
     def new_store(self) -> str:

@@ -39,9 +39,12 @@ _POLL_S = 0.05
 _LOG_LINES = 12
 _NUM_PORTS = 20  # of a controller
 WATCHDOG = [sys.executable, "-m", "workbench.session.processes.watchdog"]
+KEEP_NO_MESSAGES = "--IPController.db_class=NoDB"
+"""The option of a controller that would keep the last messages: up to 1 GB of what cells push and pull."""
 _CONTROLLER_OPTIONS = [
     "--IPController.use_threads=True",
     "--IPController.ip=127.0.0.1",
+    KEEP_NO_MESSAGES,
     "--HeartMonitor.period=1000",
     "--log-level=WARN",
 ]

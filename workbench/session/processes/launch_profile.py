@@ -27,7 +27,7 @@ from workbench.session.adapter import Engines
 from workbench.session.processes import ssh, watchdog
 from workbench.session.processes.batch_jobs import BatchJob, find_job
 from workbench.session.processes.folder import SessionFolder
-from workbench.session.processes.launch import WATCHDOG
+from workbench.session.processes.launch import KEEP_NO_MESSAGES, WATCHDOG
 from workbench.session.processes.make_profile import profiles_folder
 from workbench.session.processes.rendezvous_address import ENGINE_SET, RendezvousAddress
 from workbench.session.processes.ssh_engines import SshEngineSet
@@ -72,6 +72,7 @@ class ProfileProcesses:
             log_level=logging.CRITICAL,
             config=self._watched(),
         )
+        self._cluster.controller_args = [KEEP_NO_MESSAGES, *self._cluster.controller_args]  # the profile's win
         if self._cluster.engine_launcher_class is SSHEngineSetLauncher:
             self._cluster.engine_launcher_class = SshEngineSet
         self._cluster.engine_launcher_class = _in_folder(self._cluster.engine_launcher_class, os.getcwd())

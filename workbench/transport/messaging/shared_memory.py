@@ -7,6 +7,7 @@ reserved when it is created: too little memory is an error at that time, not a S
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Iterator
@@ -48,22 +49,24 @@ class SharedMemory:
         """A new file of ``size`` bytes.
 
         Raises:
-            WorldError: the system has too little memory; the text begins with ``what``.
+            WorldError: the system has too little memory, or this process too many open files; the text begins with
+                ``what``.
         """
-        file = memory_file()
         try:
-            os.fchmod(file, 0o600)
-            _check_room(size, what)
-            os.ftruncate(file, size)
-            memory = cls(file, size)
-            memory._allocate_pages()
+            file = memory_file()
+            try:
+                os.fchmod(file, 0o600)
+                _check_room(size, what)
+                os.ftruncate(file, size)
+                memory = cls(file, size)
+                memory._allocate_pages()
+            except BaseException:
+                os.close(file)
+                raise
             return memory
-        except WorldError:
-            os.close(file)
-            raise
         except OSError as error:
-            os.close(file)
-            raise _too_little(what, size, f"the system reports: {error.strerror}") from error
+            limit = " (`ulimit -n` sets how many)" if error.errno == errno.EMFILE else ""
+            raise _too_little(what, size, f"the system reports: {error.strerror}{limit}") from error
 
     @classmethod
     def open(cls, pid: int, file: int, size: int) -> SharedMemory:
