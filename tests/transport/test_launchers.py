@@ -61,6 +61,31 @@ def test_a_process_group_of_the_users_is_named():
         torch.distributed.destroy_process_group()
 
 
+def test_a_process_group_of_several_makes_no_world_of_one():
+    """Processes of mp.spawn, without a launcher, trained each a model of its own."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        for call in (wb.init, wb.rank):
+            with pytest.raises(WorldError, match=r"already \(fake, 2 ranks\).*wb.init\(rank, world_size, init_method="):
+                call()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("rank", "size"), [(1, None), (None, 0), (2, 2), (-1, 1)])
+def test_a_rank_outside_the_world_is_refused(monkeypatch, rank, size):
+    """Of processes with RANK alone, each was a world of one."""
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
+        if value is not None:
+            monkeypatch.setenv(name, str(value))
+    with pytest.raises(
+        WorldError, match=rf"rank={rank or 0}, world_size={1 if size is None else size}.*RANK and WORLD"
+    ):
+        wb.init()
+
+
 def test_a_launcher_of_one_process_gives_a_process_group_too(monkeypatch):
     wb.init()
     assert not torch.distributed.is_initialized()

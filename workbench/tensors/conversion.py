@@ -88,7 +88,8 @@ def refuse_dtensor(value: Any, call: str) -> None:
             f"{call}: the tensor of shape {tuple(value.shape)} is a DTensor of torch, {list(value.placements)} on the "
             f"ranks {value.device_mesh.mesh.tolist()}. Only one system can know a layout. Give this rank's part: "
             'wb.to_global(x.to_local(), placement, "S(0)"), with S(0) for Shard(0), B for Replicate() and P for '
-            "Partial()."
+            'Partial(). Of other kinds, such as Partial("avg") and _StridedShard, give the whole: '
+            'wb.to_global(x.full_tensor(), placement, "B").'
         )
 
 

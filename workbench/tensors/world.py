@@ -180,8 +180,8 @@ def init(
         The world; calling again returns the same one.
 
     Raises:
-        WorldError: the process already belongs to another world, or has called ``init_process_group``, or some ranks
-            did not join in time, or have no device of the others' type.
+        WorldError: the process already belongs to another world, or has called ``init_process_group``, the rank is none
+            of the world's, or some ranks did not join in time, or have no device of the others' type.
 
     A script with ``wb.init()`` at its head runs under ``torchrun --nproc-per-node 2 script.py``, where the calls of
     torch.distributed work too; without a launcher there is no process group.
@@ -189,19 +189,22 @@ def init(
     global _process_world, _joined_by
     rank = launcher_value("rank", 0) if rank is None else rank
     world_size = launcher_value("world_size", 1) if world_size is None else world_size
+    asked = f"init(rank={rank}, world_size={world_size})"
     if _process_world is not None:
         if (_process_world.rank, _process_world.world_size) == (rank, world_size):
             return _process_world
+        known = f"rank {_process_world.rank} of {_process_world.world_size}"
+        raise WorldError(f"{asked}: this process is {known} already. Call wb.shutdown() first.")
+    if not 0 <= rank < world_size:
         raise WorldError(
-            f"init(rank={rank}, world_size={world_size}): this process is rank {_process_world.rank} of "
-            f"{_process_world.world_size} already. Call wb.shutdown() first."
+            f"{asked}: the ranks of such a world are 0 to {world_size - 1}. A launcher sets RANK and WORLD_SIZE: start "
+            "with torchrun, or give both numbers, wb.init(rank, world_size)."
         )
-    if world_size > 1 and dist.is_initialized():
+    if dist.is_initialized() and max(world_size, num_ranks := dist.get_world_size()) > 1:
         raise WorldError(
-            f"init(rank={rank}, world_size={world_size}): this process has a default process group of "
-            f"torch.distributed already ({dist.get_backend()}, {dist.get_world_size()} ranks). A process has one, and "
-            "wb.init() makes it. Leave init_process_group out: the calls of torch.distributed work after wb.init(). Or "
-            "call dist.destroy_process_group() before it."
+            f"{asked}: this process has a default process group of torch.distributed already ({dist.get_backend()}, "
+            f"{num_ranks} ranks). wb.init() makes it. Leave init_process_group out, and without a launcher call "
+            "wb.init(rank, world_size, init_method=...) in its place. Or call dist.destroy_process_group() first."
         )
     is_free = device is None
     chosen = own_gpu.choose(device, rank, world_size)

@@ -1,9 +1,13 @@
 """Optimizers whose state has lists and dictionaries of tensors go on from a checkpoint."""
 
+import copy
+
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import workbench as wb
 from tests.training.saving.test_saving import Run, on
@@ -110,5 +114,49 @@ def test_tensors_of_another_shape_are_refused(tmp_path, saved, ours, said):
             with pytest.raises(CheckpointError, match=rf"{said}(.|\n)*Nothing was loaded"):
                 wb.checkpoint.load(tmp_path / "c", table=[tensor])
             assert bool((tensor == 1).all())
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_a_file_of_torch_without_names_in_groups_says_what_to_save(tmp_path, is_flat):
+    """Numbers of parameters were a TypeError inside."""
+    model, empty = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = get_optimizer_state_dict(model, optimizer, options=options) if is_flat else optimizer.state_dict()
+    dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+    found = "no groups" if is_flat else "numbers"
+
+    def program():
+        own = wb.parallelize(copy.deepcopy(empty), "*: data")
+        with pytest.raises(CheckpointError, match=rf"has {found} in place of names.*get_optimizer_state_dict\("):
+            wb.checkpoint.load(tmp_path, model=own, optimizer=torch.optim.AdamW(own.parameters()), strict=is_flat)
+        wb.checkpoint.load(tmp_path, model=own)
+        return torch.equal(own.weight.full_tensor(), model.weight)
+
+    assert run_ranks(program, 2) == [True, True]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_state_dict_is_filled_from_other_names(tmp_path):
+    """Files of torch without a name for the model, with a nested one, or with the prefix of DistributedDataParallel."""
+    model, empty = nn.Linear(2, 2), nn.Linear(2, 2)
+    forms = {
+        "top": lambda state: state,
+        "nested": lambda state: {"app": {"model": state}},
+        "prefix": lambda state: {"model": {f"module.{name}": value for name, value in state.items()}},
+    }
+    for name, form in forms.items():
+        dcp.save(form(model.state_dict()), checkpoint_id=tmp_path / name, no_dist=True)
+
+    def program():
+        for name, form in forms.items():
+            own = wb.parallelize(copy.deepcopy(empty), "*: data | zero=3")
+            wb.checkpoint.load(tmp_path / name, **form(own.state_dict()))
+            assert torch.equal(own.weight.full_tensor(), model.weight)
 
     run_ranks(program, 2)

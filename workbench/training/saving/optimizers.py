@@ -157,6 +157,14 @@ def _problems(
     saved_class, own_class = checkpoint.value(*place, "class"), type(optimizer).__qualname__
     if strict and saved_class not in (None, own_class):  # older files, and torch's, have none
         found.append(f"{part}: {saved_class} in {where}, {own_class} in the optimizer")
+    is_flat = not groups and bool(optimizer.param_groups)
+    if is_flat or any(type(name) is int for group in groups for name in group["params"]):
+        found.append(
+            f"{part}: {where} has {'no groups' if is_flat else 'numbers'} in place of names of parameters in groups. "
+            "Save what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) gives, not "
+            f"{'its flat form' if is_flat else 'optimizer.state_dict()'}, or load without the optimizer"
+        )
+        return found
     if len(groups) != len(optimizer.param_groups):
         text = f"{part}: {len(groups)} parameter groups in {where}, {len(optimizer.param_groups)} in the optimizer"
         return [*found, text]

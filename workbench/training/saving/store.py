@@ -275,6 +275,9 @@ def load(
             lists everything that is missing, unexpected or of another shape.
 
     ``step = wb.checkpoint.load("runs/last", model=model, optimizer=optimizer)["step"]``
+
+    A state dict of a model is a value too, for files with other names. ``wb.checkpoint.load(path,
+    **model.state_dict())`` reads one that torch saved without a name for the model.
     """
     world, path = current(), absolute(path)
     finish_previous(world)
