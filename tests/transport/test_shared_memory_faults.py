@@ -177,7 +177,7 @@ def test_too_many_open_files_are_an_error_for_messages_and_none_for_tensors(monk
     def program(transport, rank):
         transport.all_gather(torch.zeros(1), "start")
         if rank == 0:
-            monkeypatch.setattr(shared_memory.os, "memfd_create", full)
+            monkeypatch.setattr(shared_memory, "memory_file", full)
             assert transport._segment.empty((10_000_000,), torch.float32).numel() == 10_000_000
             with pytest.raises(WorldError) as caught:
                 transport.exchange([(1, torch.zeros(10_000_000))], [], 1, "receive")
