@@ -132,12 +132,12 @@ class RunningStep:
         """Refuse an edge of the forward that the schedule does not allow. ``function`` is None for a gradient.
 
         An edge to the ranks of several stages (another model in the loss, such as a critic) is one to each of them.
-        Without a gradient it may still run, as the reading of a value does.
+        Without a gradient it may still run. So may the reading of a value, which has no name and is checked by itself.
         """
         if self.edges is None or source.layout.placement == target.layout.placement:
             return
         start, end = self._stage_of(source), self._stage_of(target)
-        if start is None or start == end or (end is None and not has_gradient):
+        if start is None or start == end or (end is None and not (function and has_gradient)):
             return
         ends = [end] if end is not None else self._stages_among(target)
         self.edges += [(start, stage) for stage in ends if stage != start]
