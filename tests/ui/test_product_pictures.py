@@ -1,5 +1,6 @@
 """Pictures of products: they show what the ranks really hold, and boxings of as many bytes as really move."""
 
+import re
 from itertools import pairwise, product
 from xml.etree import ElementTree
 
@@ -114,16 +115,29 @@ def test_what_an_operation_boxes_is_said():
     assert "rank 0: x[0:4, :] @ all of w = out[0:4, :]" in str(picture)
 
 
+SIGNATURES = {"S(0) B S(0)", "B S(1) S(1)", "S(1) S(0) P", "B B B", "P B P", "B P P"}
+"""Layouts of x, w and x @ w for which each rank multiplies what it has."""
+
+
 @pytest.mark.parametrize("is_linear", [False, True])
 @pytest.mark.parametrize("sbps", [*product(("S(0)", "S(1)", "B", "P"), repeat=2)])
 def test_products_of_all_layouts_are_drawn_as_they_run(sbps, is_linear):
     def body():
+        found = []
         for shape in ((5, 7, 3), (1, 2, 1), (4, 0, 3)):
             x, w = tensors(*sbps, shape=shape)
             w = w.T if is_linear else w
-            wb.draw.matmul(x, w, torch.nn.functional.linear(x, w) if is_linear else x @ w)
+            out = torch.nn.functional.linear(x, w) if is_linear else x @ w
+            found.append((str(wb.draw.matmul(x, w, out)), str(out.sbp[0])))
+        return found
 
-    run_ranks(body)
+    turned = {"S(0)": "S(1)", "S(1)": "S(0)"} if is_linear else {}  # the weight's layout is that of w.T
+    for words, result in run_ranks(body)[0]:
+        of_x, of_w, of_out = re.findall(r"\] (\S+?)[: ]", words.splitlines()[0])
+        assert f"{of_x} {turned.get(of_w, of_w)} {of_out}" in SIGNATURES and of_out == result
+        assert "rank 0: " in words and "rank 1: " in words
+        for name, given, used in (("x", sbps[0], of_x), ("w", turned.get(sbps[1], sbps[1]), of_w)):
+            assert (f"{name} is boxed before: {given} -> {used}, " in words) == (given != used), words
 
 
 def test_a_picture_can_be_shown_and_saved(tmp_path):
