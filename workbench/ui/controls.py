@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from html import escape
 from typing import Any
@@ -17,6 +17,7 @@ from workbench.core.strategy import Mistake
 from workbench.ui import page_restore
 from workbench.ui.assets import element
 from workbench.ui.failures import guarded
+from workbench.ui.shown_in_cells import show_in_this_cell
 from workbench.ui.strategy.choices import Degrees
 from workbench.ui.strategy.edit_rows import clauses
 from workbench.ui.strategy.fixes import can_apply
@@ -67,12 +68,21 @@ def bar(*children: widgets.Widget, css: tuple[str, ...] = ("wb-bar",)) -> widget
     return made
 
 
+class LateBox(widgets.VBox):
+    """A box that gets its children later. They exist from the beginning, as its ``later``."""
+
+    def __init__(self, later: Sequence[widgets.Widget]) -> None:
+        super().__init__()
+        self.later = tuple(later)
+
+
 def display_widget(widget: widgets.Widget) -> None:
     """Display a widget that a static copy follows.
 
     Without a kernel only the copy has text: that of the widget would be from the time when it was first shown.
     """
     page_restore.install()
+    show_in_this_cell(widget)
     display(widget._repr_mimebundle_() | {"text/plain": ""}, raw=True)  # without any, nbconvert warns
 
 

@@ -13,7 +13,7 @@ import ipywidgets as widgets
 from workbench.core.metrics import RunEvent, RunRecord, StepBlock
 from workbench.theme import LIGHT, Palette
 from workbench.ui.assets import element
-from workbench.ui.controls import bar, html, on_value
+from workbench.ui.controls import LateBox, bar, html, on_value
 from workbench.ui.failures import failure_html, failure_kind, failure_lines, guarded
 from workbench.ui.live import live_figure, overlays
 from workbench.ui.live.figure_layout import WIDE, Frame
@@ -92,7 +92,7 @@ class RunView:
             self.devices,
         )
         self._below = (self.values, self.log_section.bar, self.log_section.lines)
-        self.box = widgets.VBox()
+        self.box = LateBox((*self._above, *self._below))
         self.box.add_class(VIEW_CLASS)
 
     # ---- a run begins and ends ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from workbench.session.comparison.compare import CompareResult
 from workbench.session.comparison.comparison import NO_STRATEGY
 from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.ui.assets import asset, element
-from workbench.ui.controls import bar, button, html, label, on_value
+from workbench.ui.controls import LateBox, bar, button, html, label, on_value
 from workbench.ui.failures import guarded
 from workbench.ui.number_text import three_digits
 from workbench.ui.page_link import Downloads
@@ -96,9 +96,9 @@ class RunTable:
         self.page = RunsPage(self._on_event)
         self._make_controls()
         style = html(table_style())
-        self.box = widgets.VBox()
-        self.box.add_class("wb-run-table")
         self._parts = (style, self._title_bar, self._bar, self._loader, self.answer, self.page)
+        self.box = LateBox((self._empty, *self._parts))
+        self.box.add_class("wb-run-table")
         self.refresh()
 
     def _make_controls(self) -> None:
