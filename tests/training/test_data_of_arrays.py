@@ -97,3 +97,15 @@ def test_the_first_batch_does_not_wait_for_all_batches_of_the_epoch(monkeypatch)
     batches = iter(wb.GlobalDataLoader(range(50_001), 2))
     assert value_on_all_ranks(next(batches)).tolist() == [0, 1] and len(listed) == 1
     assert value_on_all_ranks(next(batches)).tolist() == [2, 3] and len(listed) == 1
+
+
+def test_a_batch_size_that_a_loop_sets_is_that_of_the_next_epoch():
+    def program():
+        loader, found = wb.GlobalDataLoader(torch.arange(7), 2), []
+        for batch in loader:
+            found.append(value_on_all_ranks(batch).tolist())
+            loader.batch_size = 3
+        return found, [value_on_all_ranks(batch).tolist() for batch in loader]
+
+    for now, then in run_ranks(program, 2):
+        assert now == [[0, 1], [2, 3], [4, 5], [6]] and then == [[0, 1, 2], [3, 4, 5], [6]]
