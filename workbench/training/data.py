@@ -209,7 +209,7 @@ class GlobalDataLoader:
             check_alike(all_gather_object((chunk.num_samples, chunk.fingerprint), world, what), what)
             if chunk.num_samples < smallest:
                 break
-            following = next(chunks, nothing) if chunk.num_samples == self.batch_size else nothing
+            following = next(chunks, nothing) if chunk.num_samples == stream.batch_size else nothing
             is_last = following.num_samples < smallest
             self.epoch, self._position, self._starts_new_epoch = (
                 (epoch + 1, 0, False) if is_last else (epoch, position, True)
