@@ -358,9 +358,23 @@ def test_a_critic_on_the_ranks_of_all_stages_is_refused_where_stages_would_wait_
         parallel, judging = wb.parallelize(model, f"{rows} {options}"), wb.parallelize(other, critic)
         return wb.forward_backward(parallel, lambda y, x: F.mse_loss(judging(y), x), x, x).item()
 
-    with pytest.raises(StrategyError, match=r"'0' is on stages 0 and 1, .* from stage 1: under 1f1b.*gpipe"):
+    with pytest.raises(StrategyError, match=r"on stages 0 and 1, .* from stage 1: under 1f1b.*x\.detach.*gpipe"):
         run_ranks(lambda rank: program(rank, "1f1b", *copies[rank]), 2)
     assert run_ranks(lambda rank: program(rank, "gpipe", *copies[2 + rank]), 2) == pytest.approx([expected] * 2)
+
+
+def test_a_critic_beside_several_stages_per_rank_is_refused():
+    """The check of the loss compared the critic's first batch, and simulated ranks waited for each other's check."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+    critic, x = nn.Sequential(nn.Linear(4, 4)).double(), torch.randn(8, 4).double()
+
+    def program(model, critic):
+        model = wb.parallelize(model, "; ".join(f"{n}: data@{n}" for n in range(4)) + " | mb=4 interleaved")
+        judging = wb.parallelize(critic, "*: data")
+        wb.forward_backward(model, lambda y, x: F.mse_loss(judging(y), x), x, x)
+
+    with pytest.raises(StrategyError, match=r"'0' is on stages .*under interleaved.*gpipe"):
+        run_ranks(lambda: program(*copy.deepcopy((model, critic))), 2)
 
 
 class WithState(nn.Module):

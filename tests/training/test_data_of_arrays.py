@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Subset, TensorDataset, random_split
+from torch.utils.data import IterableDataset, Subset, TensorDataset, random_split
 
 import workbench as wb
 from workbench.errors import RunError
@@ -97,3 +97,23 @@ def test_the_first_batch_does_not_wait_for_all_batches_of_the_epoch(monkeypatch)
     batches = iter(wb.GlobalDataLoader(range(50_001), 2))
     assert value_on_all_ranks(next(batches)).tolist() == [0, 1] and len(listed) == 1
     assert value_on_all_ranks(next(batches)).tolist() == [2, 3] and len(listed) == 1
+
+
+class Streamed(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(7))
+
+
+@pytest.mark.parametrize("data", [torch.arange(7), Streamed()])
+def test_a_batch_size_that_a_loop_sets_is_that_of_the_next_epoch(data):
+    """The sizes of an epoch's batches and their first samples went apart, and an iterable data set ended."""
+
+    def program():
+        loader, found = wb.GlobalDataLoader(data, 2), []
+        for batch in loader:
+            found.append(value_on_all_ranks(batch).tolist())
+            loader.batch_size = 3
+        return found, [value_on_all_ranks(batch).tolist() for batch in loader]
+
+    for now, then in run_ranks(program, 2):
+        assert now == [[0, 1], [2, 3], [4, 5], [6]] and then == [[0, 1, 2], [3, 4, 5], [6]]

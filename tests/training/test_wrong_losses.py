@@ -120,8 +120,9 @@ def test_a_loss_that_is_divided_by_the_words_of_the_batch_is_refused_under_micro
         model = wb.parallelize(models[rank], "data")
         whole = wb.forward_backward(model, inputs=given).item()
         wb.parallelize(model, "data | mb=3")
-        with pytest.raises(RunError, match=r"the mean of 3 micro-batches would be about 3 times too small.*count="):
-            wb.forward_backward(model, inputs=given)
+        for call in (lambda: wb.forward_backward(model, inputs=given), lambda: wb.evaluate(model, given)):
+            with pytest.raises(RunError, match=r"the mean of 3 micro-batches would be about 3 times too small.*count="):
+                call()
         return whole, wb.forward_backward(model, inputs={**given, "num_items_in_batch": None}).item()
 
     expected = one(inputs, labels)["loss"].item()

@@ -179,14 +179,14 @@ class GlobalDataLoader:
         check_alike(all_gather_object((self._num_samples, checksum_of(self.dataset)), world, what), what)
         epochs = epoch_by_epoch(self._num_samples, self.shuffle, self.seed)
         order = next(islice(epochs, epoch if self.shuffle else 0, None))[start:]
-        smallest = self.batch_size if self.drop_last else 1
-        starts = range(0, len(order) - smallest + 1, self.batch_size)
+        size = self.batch_size  # another one that the loop sets is that of the next epoch
+        starts = range(0, len(order) - (size if self.drop_last else 1) + 1, size)
         layouts = self._layouts(world)
         rows_of = cache(partial(_needed_rows, layouts, is_whole=self._takes_whole_batches, rank=world.rank))
-        batches = (order[at : at + self.batch_size] for at in starts)
+        batches = (order[at : at + size] for at in starts)
         own = iter(self._reader(epoch, (batch[rows_of(len(batch))] for batch in batches)))
         for at in starts:
-            num_samples = min(self.batch_size, len(order) - at)
+            num_samples = min(size, len(order) - at)
             rows = rows_of(num_samples)
             part = next(own) if len(rows) else None
             self._position += num_samples
@@ -209,7 +209,7 @@ class GlobalDataLoader:
             check_alike(all_gather_object((chunk.num_samples, chunk.fingerprint), world, what), what)
             if chunk.num_samples < smallest:
                 break
-            following = next(chunks, nothing) if chunk.num_samples == self.batch_size else nothing
+            following = next(chunks, nothing) if chunk.num_samples == stream.batch_size else nothing
             is_last = following.num_samples < smallest
             self.epoch, self._position, self._starts_new_epoch = (
                 (epoch + 1, 0, False) if is_last else (epoch, position, True)

@@ -114,8 +114,8 @@ def check_own_loss(inputs: Any, num_micro_batches: int) -> None:
         raise RunError(
             "the batch has 'num_items_in_batch', so the model's loss is a sum over that number, and "
             f"the mean of {num_micro_batches} micro-batches would be about {num_micro_batches} times too small. Leave "
-            "it out, and give count=lambda inputs, targets: (inputs['labels'][:, 1:] != -100).sum(), which makes the "
-            "loss the mean over all words; or take strategies of one micro-batch."
+            "it out (in training, count=lambda inputs, targets: (inputs['labels'][:, 1:] != -100).sum() makes the loss "
+            "the mean over all words), or take strategies of one micro-batch."
         )
 
 

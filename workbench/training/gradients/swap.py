@@ -31,9 +31,8 @@ class Swap:
         self.step = inspect.unwrap(type(optimizer).step)
         self.keeps_on_host = [p._keeps_state_on_host for p in self.parameters]
         self.is_torchs = is_of_torch(optimizer)
-        is_differentiable = any(
-            group.get("differentiable") for group in optimizer.param_groups
-        )  # parts have no history
+        # Parts have no history, which a differentiable step needs.
+        is_differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
         self.uses_parameters = is_differentiable or (not self.is_torchs and holds_another(optimizer))
         self.on_host = state_on_host(optimizer, self.parameters, self.is_torchs)
         self.reducers = GradientReducer.of_all(self.parameters)

@@ -175,9 +175,10 @@ class RunningStep:
                 "torch.where in place of x[mask] = y), or use the schedule gpipe."
             )
         where = f"layer {function!r}" if function else "an operation"
+        detached = "give it x.detach() if no gradient has to come back, " if len(ends) > 1 else ""
         raise StrategyError(
             f"{where} is on {there}, but its input comes from stage {start}: {rule}. "
-            f"Put {repr(function) if function else 'it'} on stage {start}, or use the schedule gpipe."
+            f"Put {repr(function) if function else 'it'} on stage {start}, {detached}or use the schedule gpipe."
         )
 
     def add_reuse(self, tensor: GlobalTensor, boxed: GlobalTensor, function: str) -> None:

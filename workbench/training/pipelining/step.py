@@ -155,8 +155,9 @@ def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any
 
     Raises:
         StrategyError: the module has no strategy.
-        RunError: a batch that cannot be cut, or that the module does not take, or an output that cannot be joined, such
-            as a dataclass that torch does not know (``torch.export.register_dataclass``).
+        RunError: a batch that cannot be cut, or that the module does not take; under several micro-batches an entry
+            ``num_items_in_batch``; an output that cannot be joined, such as a dataclass that torch does not know
+            (``torch.export.register_dataclass``).
 
     >>> wb.evaluate(wb.parallelize(nn.Linear(4, 2), "*: data | mb=2"), torch.ones(5, 4)).shape
     torch.Size([5, 2])
@@ -165,6 +166,7 @@ def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any
     batch = Batch.of_arguments(inputs, None, None, rows)
     state.compare_first_batch({"inputs": batch.inputs}, "evaluate", batch_leaves(batch.inputs))
     parts = batch.cut(state.resolved.num_micro_batches)
+    check_own_loss(parts[0].inputs, len(parts))
     state = reorder_stages(module, state, parts[0].inputs, world)
     known = fingerprint(tree_leaves([part.inputs for part in parts]))
     executor, table = _prepare(module, state, world, len(parts), known)

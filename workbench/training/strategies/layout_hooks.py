@@ -25,6 +25,7 @@ from workbench.tensors.copy_to_device import copy_to_device
 from workbench.tensors.dispatch.sparse_operands import is_sparse
 from workbench.tensors.execution_context import ModuleCall
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, wrap
+from workbench.tensors.world import current
 from workbench.training.sample_rows import batch_leaves, count_samples
 from workbench.training.strategies.layouts import LayoutsInUse
 from workbench.training.strategies.state import state_of
@@ -243,7 +244,7 @@ class RootHooks:
         is_one = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
         leaves = args if is_one else batch_leaves((args, kwargs))
         calls = layouts.plan.calls
-        if context.running is None:  # a scheduled step does both before its ranks go their own ways
+        if current().context.running is None:  # a scheduled step does both before its ranks go their own ways
             trains = module.training and torch.is_grad_enabled()
             named = {**{f"argument {number}": value for number, value in enumerate(args, 1)}, **kwargs}
             state_of(module).compare_first_batch(named, type(module).__name__, None if trains else leaves)
