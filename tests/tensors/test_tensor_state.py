@@ -11,6 +11,7 @@ import torch
 
 import workbench as wb
 from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.specs import spec_of
 from workbench.tensors.tensor_state import DECLARED
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
@@ -154,3 +155,53 @@ def test_shapes_that_never_repeat_are_forgotten(monkeypatch):
 
     for most, gradient in run_ranks(program):
         assert most < 60 and torch.equal(gradient, torch.full((4, 3), 6.0 * sum(range(1, 101))))
+
+
+@pytest.mark.parametrize("limit", ["specs._MAX_UNUSED", "dispatch.dispatcher._MAX_PLANS"])
+def test_ranks_that_forget_at_other_times_go_on_alike(monkeypatch, limit):
+    """A plan serves all dtypes, and the first one has decided what moves: one rank alone decided anew."""
+    monkeypatch.setattr(f"workbench.tensors.{limit}", 60)
+
+    def program():
+        here = wb.placement(ranks=[0, 1])
+        x, y = (wb.ones(64, 64, placement=here, sbp=sbp) for sbp in ("S(0)", "S(1)"))
+        layout = x._spec.layout.broadcast()
+
+        def fill(numbers):
+            for number in numbers if current().rank == 0 else ():
+                x.pow(number)
+                spec_of(current(), layout, (number,))
+
+        fill(range(40))
+        layouts = [(x + y).sbp]
+        fill(range(40, 70))
+        return [*layouts, (x + y.bfloat16()).sbp]
+
+    first, second = run_ranks(program)
+    assert first == second and first[0] == first[1]
+
+
+def test_a_mask_of_two_layers_is_boxed_once_whatever_a_rank_forgets():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, x, mask):
+            for layer in self.layers:
+                heads = layer(x).view(4, 5, 2, 4).transpose(1, 2)
+                x = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, mask)
+                x = x.transpose(1, 2).reshape(4, 5, 8)
+                if current().rank == 0:
+                    current().forget_decisions()
+            return x
+
+    torch.manual_seed(0)
+    plain, x, mask = Net(), torch.randn(4, 5, 8), torch.ones(4, 2, 5, 5).tril().bool()
+
+    def program():
+        wb.parallelize(copy.deepcopy(plain), "data")(x, mask).sum().backward()
+        return current().context.position
+
+    first, second = run_ranks(program)
+    assert first == second

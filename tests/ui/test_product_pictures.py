@@ -91,10 +91,32 @@ def test_two_axes_and_the_weight_of_a_linear_layer():
 
     picture = run_ranks(body, 4)[0]
     assert "data parallel on 2 × model parallel on 2 ranks" in texts(picture)
-    assert {"w[0:5, :]", "(1, 0)", "(B, S(0)) of 10 × 5", "w 5 × 10"} <= set(texts(picture))
+    assert {"w[0:5, :].T", "(1, 0)", "(B, S(0)) of w 10 × 5", "w.T 5 × 10"} <= set(texts(picture))
     whole, held = elements(picture, "rect", "whole")[1], elements(picture, "rect", "held")[1]
     assert float(held["width"]) == pytest.approx(float(whole["width"]) / 2, abs=0.1)
     assert held["height"] == whole["height"] and held["fill"] == DARK.stages[0].shades[0]
+
+
+def test_what_is_said_of_a_linear_layer_is_its_equation():
+    """Words and slices were of the stored weight, beside the shape of the turned one."""
+
+    def body():
+        x = wb.randn(4, 5, placement=wb.placement("cpu", ranks=[0, 1]), sbp="B")
+        w, square = (wb.randn(n, 5, placement=x.placement, sbp="S(0)") for n in (8, 5))
+        out = torch.nn.functional.linear(x, w)
+        said = str(wb.draw.matmul(x, w, out))
+        for line in said.splitlines()[1:]:
+            _, factors, result = re.split(r": | = ", line.replace("all of ", ""))
+            part = eval(factors, {"x": x, "w": w})  # what a reader would write down
+            assert torch.allclose(part.full_tensor(), eval(result, {"out": out}).full_tensor(), atol=1e-6)
+        return said, str(wb.draw.matmul(x, square, torch.nn.functional.linear(x, square)))
+
+    said, of_square = run_ranks(body)[0]
+    assert said.splitlines()[:2] == [
+        "x[4, 5] B @ (w[8, 5] S(0)).T = out[4, 8] S(1): model parallel on 2 ranks",
+        "  rank 0: all of x @ w[0:4, :].T = out[:, 0:4]",
+    ]
+    assert "  rank 1: all of x @ w[3:5, :].T = out[:, 3:5]" in of_square
 
 
 def test_plain_tensors_are_one_device():
@@ -133,7 +155,7 @@ def test_products_of_all_layouts_are_drawn_as_they_run(sbps, is_linear):
 
     turned = {"S(0)": "S(1)", "S(1)": "S(0)"} if is_linear else {}  # the weight's layout is that of w.T
     for words, result in run_ranks(body)[0]:
-        of_x, of_w, of_out = re.findall(r"\] (\S+?)[: ]", words.splitlines()[0])
+        of_x, of_w, of_out = re.findall(r"\] ([^\s:]+?)(?:\)\.T)?(?=[: ])", words.splitlines()[0])
         assert f"{of_x} {turned.get(of_w, of_w)} {of_out}" in SIGNATURES and of_out == result
         assert "rank 0: " in words and "rank 1: " in words
         for name, given, used in (("x", sbps[0], of_x), ("w", turned.get(sbps[1], sbps[1]), of_w)):

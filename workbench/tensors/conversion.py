@@ -142,7 +142,7 @@ def from_local_once(local: torch.Tensor, world: World, layout: Layout) -> Global
     call = world.context.call
     if call is OUTSIDE or local.requires_grad or local.is_inference():
         return from_local(local, world, layout)
-    known = world.plans.setdefault(("made once", layout.broadcast()), WeakIdKeyDictionary())
+    known = world.context.made_once.setdefault(layout.broadcast(), WeakIdKeyDictionary())
     version, in_call, made = known.get(local, (-1, None, None))
     if version != local._version or in_call is not call:
         made = from_local(local, world, layout)

@@ -50,6 +50,7 @@ class ExecutionContext:
         profiler: counts steps for a profile; else None.
         recorder: the recorder of the step that ``wb.capture`` is recording; None outside of one.
         call: what holds inside the call of a parallelized module in progress.
+        made_once: by layout, what plain tensors became in a call. Ranks forget plans at other times, this never.
         stage_orders: of the modules with several stages that the program has parallelized; the newest is last.
         batch: fingerprint of the plain tensors of the last batch with gradients, for headers (see ``of_batch``).
         running: the scheduled step in progress (see ``training.pipelining``); None outside of one.
@@ -69,6 +70,7 @@ class ExecutionContext:
     profiler: Any = None
     recorder: Any = None
     call: ModuleCall = OUTSIDE
+    made_once: dict[Any, Any] = field(default_factory=dict)
     stage_orders: dict[tuple[Placement, ...], None] = field(default_factory=dict)
     batch: str = ""
     running: Any = None
@@ -130,6 +132,7 @@ class ExecutionContext:
         """Begin to count anew, outside of every call and step, as all ranks of a rebuilt world do."""
         self.num_edges.clear()
         self.num_sums.clear()
+        self.made_once.clear()
         self.latest = None
         self.micro_batch, self.call, self.batch, self.running = 0, OUTSIDE, "", None
 

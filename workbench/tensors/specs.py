@@ -93,8 +93,13 @@ def spec_of(world: World, layout: Layout, shape: Shape) -> Spec:
 
 
 def _forget_unused(world: World) -> None:
-    """Drop what was learnt of layouts and shapes, and those that no tensor has."""
+    """Drop what was learnt of layouts and shapes, and those that no tensor has.
+
+    Ranks do so at different times. The newest plans stay: a plan serves all dtypes, but the first one has decided it.
+    """
+    plans = list(world.plans.items())
     world.forget_decisions()
+    world.plans.update(plans[len(plans) // 2 :])
     for spec in world.specs.values():
         spec._dual = None
     used = WeakValueDictionary(world.specs)

@@ -343,9 +343,14 @@ class Scaled(torch.autograd.Function):
 
 
 def test_calls_with_arguments_without_a_hash_share_a_function():
+    """So do those on tensors that have other attributes of the user's at each call."""
+
     def program():
         x = wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)")
-        return [Scaled.apply(x, Factor(2.0)).sum().item() for _ in range(3)]
+        found = []
+        for x.origin in ("first", "second", "third"):
+            found.append(Scaled.apply(x, Factor(2.0)).sum().item())
+        return found
 
     assert run_ranks(program, 1) == [[8.0] * 3]
     assert sum(isinstance(function, PlainApply) and function.cls is Scaled for function in USER_FUNCTION_NAMES) == 1

@@ -204,7 +204,7 @@ def _static_key(arg: Any) -> Any:
 
 def _switches_of(arg: Any) -> tuple[Any, ...]:
     """What an object or class says of how to compute, such as ``training``: the function may be another one then."""
-    held = getattr(arg, "__dict__", {})
+    held = {} if isinstance(arg, torch.Tensor) else getattr(arg, "__dict__", {})
     return tuple([(name, str(v)) for name, v in held.items() if v is None or isinstance(v, (bool, str, Enum))])
 
 

@@ -31,7 +31,8 @@ def draw_matmul(x: Tensor, w: Tensor, out: Tensor, *, names: Sequence[str] = NAM
     """A picture of ``out = x @ w`` of live tensors, with the slice of each matrix on every rank.
 
     It reads the tensors' layouts and moves no data. In the last line of a ``%%global`` cell it appears once. Plain
-    tensors are drawn as on one device. A linear layer's weight, (out features, in features), is drawn transposed.
+    tensors are drawn as on one device. A linear layer's weight, (out features, in features), is drawn transposed, as
+    ``w.T``; words name its slices and its sbp as it is stored. A square one is ``w`` where the layouts allow both.
 
     Args:
         x, w, out: two dims each; global tensors on up to 16 ranks, or plain ones.
@@ -55,7 +56,8 @@ def draw_matmul(x: Tensor, w: Tensor, out: Tensor, *, names: Sequence[str] = NAM
 
 def product_text(one: Product) -> str:
     """The product in words, one line per rank."""
-    x, w, out = (f"{held.name}{list(held.shape)} {held.sbp}".rstrip() for held in (one.x, one.w, one.out))
+    x, w, out = (f"{held.name}{list(held.stored)} {held.sbp}".rstrip() for held in (one.x, one.w, one.out))
+    w = f"({w}).T" if one.w.is_turned else w
     heading = f"{x} @ {w} = {out}: {one.kind}"
     if one.out.layout is None:
         return heading
@@ -87,7 +89,7 @@ def matmul_picture(one: Product, colours: Palette) -> str:
     width = max([_LEFT + columns.width + 28, *(32 + text_width(words) for words in boxed)])
     size = (width, first + row_height * (1 + len(ranks)) - 4 - _CAPTION)
     parts = [
-        text(16, 26, f"{one.x.name} × {one.w.name} = {one.out.name}", anchor="start", size=15, bold=True),
+        text(16, 26, f"{one.x.name} × {one.w.factor} = {one.out.name}", anchor="start", size=15, bold=True),
         text(16, 44, one.kind, anchor="start", fill=colours.muted),
         *(text(16, 62 + 18 * i, words, anchor="start", fill=colours.boxing) for i, words in enumerate(boxed)),
         *columns.headings(_LEFT, first - 28, colours),
@@ -260,9 +262,10 @@ def room_of(held: ShardedMatrix, drawn: float) -> float:
 
 def title_of(held: ShardedMatrix) -> str:
     """Name and shape of the drawn matrix."""
-    return f"{held.name} {held.shape[0]} × {held.shape[1]}"
+    return f"{held.factor} {held.shape[0]} × {held.shape[1]}"
 
 
 def sbp_line(held: ShardedMatrix) -> str:
-    """The sbp. If the matrix is drawn transposed, it is that of the stored tensor, with its shape."""
-    return f"{held.sbp} of {held.shape[1]} × {held.shape[0]}" if held.is_turned and held.layout else held.sbp
+    """The sbp. If the matrix is drawn transposed, it is that of the stored tensor, with its name and shape."""
+    rows, columns = held.stored
+    return f"{held.sbp} of {held.name} {rows} × {columns}" if held.is_turned and held.layout else held.sbp

@@ -31,12 +31,23 @@ class ShardedMatrix:
     """A drawn matrix: its name, logical shape and layout (None on one device).
 
     ``is_turned``: the stored tensor has the shape (columns, rows) of the drawing, like the weight of a linear layer.
+    Words name the stored tensor and its slices, with ``.T``, as the equation is written in torch.
     """
 
     name: str
     shape: Shape
     layout: Layout | None
     is_turned: bool = False
+
+    @property
+    def factor(self) -> str:
+        """What is drawn: ``"w"``, or ``"w.T"`` of a stored ``w``."""
+        return self.name + ".T" * self.is_turned
+
+    @property
+    def stored(self) -> Shape:
+        """The shape of the stored tensor."""
+        return self.shape[::-1] if self.is_turned else self.shape
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -59,19 +70,18 @@ class ShardedMatrix:
             return tuple((0, size) for size in self.shape)
         if rank not in self.layout.placement:
             return None
-        stored = self.shape[::-1] if self.is_turned else self.shape
-        region = self.layout.region(stored, rank)
+        region = self.layout.region(self.stored, rank)
         return region[::-1] if self.is_turned else region
 
     def words(self, rank: int) -> str:
-        """The slice of the stored tensor on ``rank``, in torch's notation: ``"x[0:2, :]"``."""
+        """The slice of the stored tensor on ``rank``, in torch's notation: ``"x[0:2, :]"``, ``"w[0:2, :].T"``."""
         region = self.region(rank)
         if region is None or any(start == stop for start, stop in region):
             return "nothing"
         whole = tuple((0, size) for size in self.shape)
         stored = list(zip(region, whole, strict=True))[:: -1 if self.is_turned else 1]
         index = ", ".join(":" if part == every else f"{part[0]}:{part[1]}" for part, every in stored)
-        name = self.name if region == whole else f"{self.name}[{index}]"
+        name = self.factor if region == whole else f"{self.name}[{index}]" + ".T" * self.is_turned
         return f"a term of {name}" if self.is_term else f"all of {name}" if region == whole else name
 
 
@@ -119,21 +129,21 @@ def product(x: Any, w: Any, out: Any, names: Sequence[str] = NAMES, where: str =
         LayoutError: the layout of ``out`` cannot come from those of ``x`` and ``w``.
     """
     shapes = [tuple(tensor.shape) for tensor in (x, w, out)]
-    is_turned = _is_turned(shapes, where)
+    ways = _ways(shapes, where)
     layouts = [layout_of(tensor) for tensor in (x, w, out)]
     out_layout = layouts[2]
-    drawn = shapes[1][::-1] if is_turned else shapes[1]
+    drawn = shapes[0][1], shapes[2][1]
     if out_layout is None or None in layouts:
         if any(layouts):
             description = ", ".join(f"{name} {layout or 'plain'}" for name, layout in zip(names, layouts, strict=True))
             raise ValueError(f"{where}: {description}. Draw three global tensors, or three plain ones.")
         parts = (
             ShardedMatrix(names[0], shapes[0], None),
-            ShardedMatrix(names[1], drawn, None, is_turned),
+            ShardedMatrix(names[1], drawn, None, ways[0]),
             ShardedMatrix(names[2], shapes[2], None),
         )
         return Product(*parts, (), (), bool(w.requires_grad), x, out, w)
-    (x_goal, w_goal), letters = _consumed(x, w, out_layout, is_turned, where)
+    (x_goal, w_goal), letters, is_turned = _consumed(x, w, out_layout, ways, where)
     goals = zip(names, (x, w), (x_goal, w_goal), strict=False)
     plans = [(name, tensor.boxing_plan(goal.placement, goal.sbp)) for name, tensor, goal in goals]
     return Product(
@@ -149,13 +159,13 @@ def product(x: Any, w: Any, out: Any, names: Sequence[str] = NAMES, where: str =
     )
 
 
-def _is_turned(shapes: list[Shape], where: str) -> bool:
+def _ways(shapes: list[Shape], where: str) -> list[bool]:
+    """Whether w is turned; both, of a square one, which shapes do not tell."""
     x, w, out = shapes
-    if all(len(shape) == 2 for shape in shapes) and x[0] == out[0]:
-        if (x[1], out[1]) == w:
-            return False
-        if (out[1], x[1]) == w:
-            return True
+    are_matrices = all(len(shape) == 2 for shape in shapes) and x[0] == out[0]
+    sizes = {False: (x[1], out[1]), True: (out[1], x[1])} if are_matrices else {}
+    if ways := [turned for turned, size in sizes.items() if size == w]:
+        return ways
     description = f"x {x}, w {w}, out {out}"
     raise ValueError(
         f"{where}: {description} are no matrix product. Drawn is (n, k) @ (k, m) = (n, m), or a linear layer, "
@@ -164,22 +174,24 @@ def _is_turned(shapes: list[Shape], where: str) -> bool:
 
 
 def _consumed(
-    x: Any, w: Any, out: Layout, is_turned: bool, where: str
-) -> tuple[tuple[Layout, Layout], tuple[str, ...]]:
-    """The layouts of the local products, and for each axis the dim of the equation that it splits."""
-    equation = "...k, nk -> ...n" if is_turned else "mk, kn -> mn"  # as in the rules: ties go to the first letter
+    x: Any, w: Any, out: Layout, ways: list[bool], where: str
+) -> tuple[tuple[Layout, Layout], tuple[str, ...], bool]:
+    """The layouts of the local products, for each axis the dim of the equation that it splits, and whether w is turned:
+    the first of the ways that gives ``out``.
+    """
     tensors = (x, w)
-    known = signatures(equation, [tuple(tensor.shape) for tensor in tensors], (2,))
     cost = x.boxing_plan().steps[0].cost
     operands = [
         Operand(tensor.layout_on_ranks, tuple(tensor.shape), tensor.element_size(), tensor._is_param)
         for tensor in tensors
     ]
-    if all(operand.layout.placement == out.placement for operand in operands):
+    for is_turned in ways if all(operand.layout.placement == out.placement for operand in operands) else ():
+        equation = "...k, nk -> ...n" if is_turned else "mk, kn -> mn"  # as in the rules: ties go to the first letter
+        known = signatures(equation, [tuple(tensor.shape) for tensor in tensors], (2,))
         choice = choose(known, operands, out.placement, cost)
         if choice is not None and choice.outputs[0] == out.sbp:
             x_sbp, w_sbp = choice.inputs
-            return (out.with_sbp(x_sbp), out.with_sbp(w_sbp)), choice.letters
+            return (out.with_sbp(x_sbp), out.with_sbp(w_sbp)), choice.letters, is_turned
     description = ", ".join(
         f"{name} {layout}" for name, layout in zip(NAMES, [*(o.layout for o in operands), out], strict=True)
     )
