@@ -53,7 +53,7 @@ def test_what_was_shown_before_comes_back_as_it_was(run: Any) -> None:
     run("a", first)
     known = num_known()
     run("a", panel())
-    assert first.comm is button.comm is button.style.comm is None
+    assert [widget.comm for widget in (first, button, button.style)] == [None] * 3
     button.description = "Stop"
     run("b", first)
     assert first.model_id == name and num_known() == 2 * known
