@@ -25,6 +25,8 @@ NOT_DECLARED = {
     ("P", "where masked_scatter complex max_unpool2d"): "two partial operands meet only in sums",
     ("P", "product_by_expert"): "its operand comes from a layer, which boxes its sum",
     ("P", "to double float"): "a sum is cheaper to box before it is widened",
+    ("P", "int"): "integers that a program counts with are whole nearly always, so nobody pays for their sum",
+    ("P", "index_add"): "linear only for these numbers: the tensor that gets the terms is zero here",
     ("P", "add remainder ne clamp_min"): "linear only for these numbers: a bound or a divisor that is never reached",
     ("S", "max_pool2d avg_pool2d pixel_shuffle pixel_unshuffle"): "right only where the cut falls between two windows",
 }
