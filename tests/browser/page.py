@@ -292,10 +292,14 @@ PATIENT_WIDGETS = f"""(() => {{
     const [later, ends] = [globalThis.setTimeout, AbortSignal.timeout];
     globalThis.setTimeout = (call, ms, ...rest) => later(call, ms === 4000 ? {PAGE_TIMEOUT_S * 125} : ms, ...rest);
     AbortSignal.timeout = ms => ends.call(AbortSignal, Math.max(ms, {PAGE_TIMEOUT_S * 500}));
+    const now = Date.now;
+    Date.now = () => new Error().stack.includes('.get_model ') ? 0 : now();
 }})()"""
 """ipywidgets asks for its models in another way where a kernel does not answer within 4 s, as when a page that is
 loaded again misses the answer. It waits an eighth of a page's patience, so that the other way has time. anywidget gives
-a module 2 s. It gets half of a page's patience, so that its error is there before a test gives up."""
+a module 2 s. It gets half of a page's patience, so that its error is there before a test gives up. ipywidgets gives a
+model 2 s, too, and does not look once more at their end: a page that was busy all the time shows an error though it has
+the model by then. Here it waits on."""
 
 
 DARK_PAGE = "body[data-jp-theme-light='false']"
