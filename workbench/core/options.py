@@ -37,6 +37,14 @@ _OTHER_OPTIONS = (
     "overlap=4",
 )
 """For suggestions."""
+_KNOWN = ", ".join(
+    (
+        *("PxDxM", "DxM+DxM", "mb=N", *SCHEDULES, "zero=N", "shards=N", "context=N", "overlap=N"),
+        *("recompute", "recompute=attention", "recompute=cheap", "recompute=N"),
+        *(f"offload={choice}" for choice in CHOICES),
+        *("sequence", *PRECISIONS[1:]),
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,19 +132,17 @@ def parse_options(text: str, mistakes: list[str], base: Options | None = None) -
     for word in text.split():
         option = _option(word)
         if option is None:
-            known = f"PxDxM, DxM+DxM, mb=N, {', '.join(SCHEDULES)}, zero=N, shards=N, context=N, overlap=N, recompute, "
-            known += "recompute=attention, recompute=cheap, recompute=N, "
-            known += ", ".join(f"offload={choice}" for choice in CHOICES) + ", "
-            known += "sequence, bf16, fp16, fp8"
             words_of_kind = [one for one in (*SCHEDULES, *PRECISIONS, *_OTHER_OPTIONS) if "=" in one or "=" not in word]
-            meant = suggest(word, words_of_kind)
+            meant = suggest(word, words_of_kind) or suggest(word.partition("=")[2], [*SCHEDULES, *PRECISIONS])
             hint = elsewhere(word) or (f"; did you mean {meant[0]!r}?" if meant else "")
-            mistakes.append(f"option {word!r} is none of {known}{hint}")
+            again = any(" is none of " in mistake for mistake in mistakes)
+            mistakes.append(f"option {word!r} is {'none either' if again else f'none of {_KNOWN}'}{hint}")
             continue
         name, value = option
         what = "degrees" if name == "widths" else name  # both say where the ranks are
         if what in words:
-            mistakes.append(f"both {words[what]} and {word}: give one")
+            both = ", or offload=optimizer+activations" if what == "offload" else ""
+            mistakes.append(f"both {words[what]} and {word}: give one{both}")
         found[name], words[what] = value, word
     mistakes += _out_of_range(found)
     base = base or Options()
