@@ -323,14 +323,18 @@ _TRACES = """name => {
 POINTS = _TRACES + "return traces.reduce((sum, trace) => sum + (trace.x?.length ?? 0), 0); }"
 LAST_STEP = _TRACES + "return Math.max(0, ...traces.map(trace => trace.x?.at(-1) ?? 0)); }"
 
-CELLS_OF_PAGE = """selector => [
-    window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status,
-    ...[...document.querySelectorAll('.jp-CodeCell')].map(cell => ({
-        prompt: cell.querySelector('.jp-InputPrompt')?.innerText,
-        outputs: [...cell.querySelectorAll('.jp-OutputArea-output')].map(
-            output => [output.dataset.mimeType, output.offsetHeight, output.innerText.slice(0, 80)]),
-        found: [...cell.querySelectorAll(selector)].map(found => found.offsetHeight)}))]"""
-"""The kernel's state, and by cell its prompt, its outputs and the heights of what a test waits for."""
+CELLS_OF_PAGE = """selector => {
+    const notebook = window.jupyterapp.shell.currentWidget;
+    const look = element => [element.dataset.mimeType, element.offsetHeight, element.innerText.slice(0, 80)];
+    const types = output => [output.output_type, ...Object.keys(output.data ?? {})].join(' ');
+    const cells = (notebook?.content?.widgets ?? []).map(({ model, node }) => ({
+        prompt: node.querySelector('.jp-InputPrompt')?.innerText,
+        has: (model.outputs?.toJSON() ?? []).map(types),
+        shows: [...node.querySelectorAll('.jp-OutputArea-output')].map(look),
+        found: [...node.querySelectorAll(selector)].map(look)}));
+    return [notebook?.sessionContext?.session?.kernel?.status, ...cells];
+}"""
+"""The kernel's state, and by cell its prompt, the outputs that it has and shows, and what a test waits for."""
 
 FIGURES_OF_KERNEL = """
 import ipywidgets
