@@ -57,7 +57,7 @@ def drawn(x_sbp, w_sbp, num_ranks=2, **sizes):
         (("S(0)", "B"), "data parallel on 2 ranks"),
         (("B", "S(1)"), "model parallel on 2 ranks"),
         (("S(1)", "S(0)"), "split sum on 2 ranks"),
-        (("B", "B"), "all on every rank on 2 ranks"),
+        (("B", "B"), "the same product on 2 ranks"),
     ],
 )
 def test_every_rank_shows_what_it_holds(sbps, kind):

@@ -104,6 +104,8 @@ def test_what_cannot_be_is_refused():
             wb.to_global([], placement=p, sbp="B")
         with pytest.raises(LayoutError, match=r"to_global: tensor 1 of 2 is a Tensor.*wb.to_global"):
             wb.to_global([wb.ones(2, placement=p, sbp="B"), torch.ones(2)], sbp="B")
+        with pytest.raises(LayoutError, match=r"a Linear is neither .* wb.parallelize\(module"):
+            wb.to_global(torch.nn.Linear(2, 2), placement=p, sbp="B")
         x = wb.ones(2, placement=p, sbp="P(max)", requires_grad=True)
         with pytest.raises(LayoutError, match="not differentiable"):
             wb.to_global([x], sbp="B")

@@ -64,9 +64,11 @@ def to_global_many(
     ``w, b = wb.to_global([layer.weight, layer.bias], sbp="B")`` gathers both in one exchange.
     """
     if not hasattr(type(tensors), "__iter__") or hasattr(type(tensors), "__array__"):
+        call = 'wb.to_global(torch.as_tensor(x), placement=..., sbp="S(0)")'
+        if isinstance(tensors, torch.nn.Module):
+            call = 'wb.parallelize(module, "*: data"), or wb.to_global(module.parameters(), sbp="B") after it'
         raise LayoutError(
-            f"to_global: a {type(tensors).__name__} is neither a tensor nor a list of global tensors. Write "
-            'wb.to_global(torch.as_tensor(x), placement=..., sbp="S(0)").'
+            f"to_global: a {type(tensors).__name__} is neither a tensor nor a list of global tensors. Write {call}."
         )
     tensors = list(tensors)  # model.parameters() can be read once
     if not tensors:

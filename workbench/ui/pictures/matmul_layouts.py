@@ -22,7 +22,7 @@ _LETTERS = {
     "#1": "data parallel",
     "n": "model parallel",
     "k": "split sum",
-    "": "all on every rank",
+    "": "the same product",
 }
 
 
