@@ -181,7 +181,7 @@ torch.utils._python_dispatch.TorchDispatchMode._mode_key of torch's own modes
 NOT_OF_TORCH = {
     "ipyparallel": "_build_targets _children _config _control_stream _io_loop _start_waiting",
     "IPython": "_reloader _showtraceback",
-    "ipywidgets": "_control_comm _handle_control_comm_msg",
+    "ipywidgets": "_control_comm _handle_control_comm_msg _instances",
     "torchao": "_AdamBase _subclass_zeros",
     "transformers": "_keys_to_ignore_on_load_unexpected _keys_to_ignore_on_save",
     "tqdm": "_decr_instances",

@@ -39,20 +39,11 @@ def test_one_line_round_trip(text):
     ("options", "words"),
     [
         ("offload", "did you mean 'offload=optimizer'"),
-        (
-            "offload=foo",
-            "'offload=foo' is none of .*offload=optimizer, offload=activations, offload=optimizer.activations",
-        ),
+        ("offload=foo", "'offload=foo' is none of .*offload=optimizer, offload=activations, offload=optimizer.act"),
         ("offload=optimizer+optimizer", "is none of"),
-        (
-            "offload=optimizer offload=activations",
-            "both offload=optimizer and offload=activations: give one, or offload=optimizer.activations",
-        ),
+        ("offload=optimizer offload=activations", "give one, or offload=optimizer.activations"),
         ("precision=fp8", "is none of .*; did you mean 'fp8'"),
-        (
-            "schedule=1fb1 zer=3",
-            "is none of .*; did you mean '1f1b'.; option 'zer=3' is none either; did you mean 'zero=3'",
-        ),
+        ("schedule=1fb1 zer=3", "did you mean '1f1b'.; option 'zer=3' is none either; did you mean 'zero=3'"),
     ],
 )
 def test_wrong_words_for_offload(options, words):
