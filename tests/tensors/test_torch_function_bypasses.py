@@ -187,6 +187,21 @@ def test_function_transforms_are_refused_before_the_workbench_boxes_inside():
     assert run_ranks(program, 2) == [[3.0] * 4] * 2
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_forward_mode_is_refused_where_a_plain_input_has_a_tangent():
+    """The tangent was lost, and ``jacobian`` took it for zeros. torch has one level of forward mode for all threads."""
+    linear, x = torch.nn.Linear(4, 4), torch.ones(3, 4)
+
+    def program():
+        model = wb.parallelize(copy.deepcopy(linear), "*: data")
+        for _ in range(2):  # the first call compares the inputs of all ranks
+            with pytest.raises(LayoutError, match=r"function transform .*forward mode.*wb.local_map"):
+                torch.autograd.functional.jacobian(model, x, strategy="forward-mode", vectorize=True)
+            model(x)
+
+    run_ranks(program, 1)
+
+
 class Recorder(torch.Tensor):
     """Notes which functions of torch ask it."""
 

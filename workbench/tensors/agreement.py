@@ -14,6 +14,7 @@ from zlib import crc32
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from workbench.core.layout import Layout
 from workbench.errors import LayoutError
@@ -24,15 +25,20 @@ from workbench.transport.user_code import name_in_user_code
 
 _NUM_SAMPLED = 64
 """Elements of a plain tensor that its fingerprint reads."""
-is_of_transform = torch._C._functorch.is_functorch_wrapped_tensor
+_is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def is_of_transform(local: torch.Tensor) -> bool:
+    """Whether a function transform wraps a plain tensor, or forward mode gives it a tangent."""
+    return _is_wrapped(local) or forward_ad.unpack_dual(local).tangent is not None
 
 
 def refuse_in_transform(what: str, local: torch.Tensor) -> NoReturn:
     """Raise: ``what`` meets a plain tensor that a function transform wraps."""
     raise LayoutError(
         f"{what} meets a plain tensor of shape {tuple(local.shape)} inside a function transform (torch.vmap, "
-        "torch.func.grad). Transforms drop layouts: use torch.autograd.grad, or apply the transform to shards inside "
-        "wb.local_map."
+        "torch.func.grad, forward mode). Transforms drop layouts: use torch.autograd.grad, or apply the transform to "
+        "shards inside wb.local_map."
     )
 
 

@@ -27,6 +27,7 @@ from workbench.tensors.rules.matmul.float8 import linear_in_8_bits
 from workbench.tensors.torch_patches.joined_rows import is_conv1d
 from workbench.tensors.world import World
 from workbench.training.gradients.reduction import change_gradients, start_reduction
+from workbench.training.gradients.stale_optimizer import check_not_replaced
 from workbench.training.strategies.state import ParallelState, layers_of
 from workbench.transport.user_code import user_stacklevel
 
@@ -152,8 +153,13 @@ def _warnings_outside(module: nn.Module, precision: str, kind: str, entered: lis
 def unscale_gradients(
     scaler: Any, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
 ) -> Any:
-    """``GradScaler._unscale_grads_``: for global parameters on the sums of gradients, and on their terms alike."""
+    """``GradScaler._unscale_grads_``: for global parameters on the sums of gradients, and on their terms alike.
+
+    Raises:
+        LayoutError: some of the optimizer's parameters are those of a module before ``wb.parallelize``.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    check_not_replaced(f"GradScaler of {type(optimizer).__name__}", parameters)
     shared = [p for p in parameters if isinstance(p, GlobalTensor)]
     if not shared:
         return _torch_unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)

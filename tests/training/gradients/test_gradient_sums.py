@@ -117,3 +117,34 @@ def test_no_sync_of_a_module_that_is_not_parallelized():
     message = r"no_sync\(Linear\): 0 of its 2 parameters.*wb.parallelize"
     with pytest.raises(StrategyError, match=message), wb.no_sync(nn.Linear(2, 2)):
         pass
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [("*: data | zero=2", 2), ("*: model | 1x2x2 zero=2", 4), ("0: data; 2: data; 4: data@1 | 2x2x1 zero=2", 4)],
+)
+def test_gradients_are_differentiated_again_between_micro_batches(strategy, num_ranks):
+    """AdaHessian: the second of three backwards has ``create_graph=True``; shards of gradients have no history."""
+    inputs, targets = (part[:8] for part in batch_for("mlp"))
+    models = [make("mlp").double() for _ in range(num_ranks + 1)]
+
+    def program(model):
+        parameters, found = list(model.parameters()), []
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for number in range(3):
+                loss = F.cross_entropy(model(inputs[number::3].double()), targets[number::3])
+                loss.backward(create_graph=number == 1)
+                if number == 1:
+                    grads = [p.grad for p in parameters]
+                    curves = torch.autograd.grad(grads, parameters, [torch.ones_like(grad) for grad in grads])
+                    found += [curve.square().sum().item() for curve in curves]
+            optimizer.step()
+            found += [p.grad.square().sum().item() for p in parameters]
+        return found
+
+    expected = program(models.pop())
+    for found in run_ranks(lambda rank: program(wb.parallelize(models[rank], strategy)), num_ranks):
+        assert found == pytest.approx(expected, rel=1e-9)

@@ -65,3 +65,23 @@ def test_an_optimizer_of_parameters_that_were_replaced_is_an_error(steps_before)
             one_step(model, optimizer, setup, 0)
 
     run_ranks(program, 2)
+
+
+def test_clipping_and_scaling_of_parameters_that_were_replaced_are_errors():
+    """A list from before: their norm was 0, or that of gradients from before, and nothing was clipped."""
+    setup = Setup("mlp", rate=0.0)
+    models = [setup.model() for _ in range(2)]
+
+    def program(rank):
+        parameters, scaler = list(models[rank].parameters()), torch.amp.GradScaler("cpu")
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        model = wb.parallelize(models[rank], "*: data")
+        inputs, targets = setup.batch(0)
+        scaler.scale(torch.nn.functional.cross_entropy(model(inputs), targets)).backward()
+        said = r"8 of 8 parameters are those of a module before wb\.parallelize"
+        with pytest.raises(LayoutError, match=rf"clip_grad_norm_: {said}.*module\.parameters\(\)"):
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        with pytest.raises(LayoutError, match=rf"GradScaler of SGD: {said}.*optimizer=optimizer"):
+            scaler.step(optimizer)
+
+    run_ranks(program, 2)

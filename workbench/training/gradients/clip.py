@@ -24,6 +24,7 @@ from workbench.tensors.patch_table import patch
 from workbench.tensors.world import World
 from workbench.training.gradients.reduction import Term, change_gradients, start_reduction, start_sums
 from workbench.training.gradients.shard import is_first_holder, state_spec
+from workbench.training.gradients.stale_optimizer import check_not_replaced
 
 _torch_total_norm: Callable[..., Any] = clip_grad._get_total_norm
 _torch_clip: Callable[..., Any] = clip_grad._clip_grads_with_norm_
@@ -100,8 +101,13 @@ def _own_norms(parts: Sequence[tuple[torch.Tensor | None, bool]], world: World, 
 
 
 def clip_with_norm(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: Any = None) -> None:
-    """``torch.nn.utils.clip_grads_with_norm_``: scale every term in place."""
+    """``torch.nn.utils.clip_grads_with_norm_``: scale every term in place.
+
+    Raises:
+        LayoutError: some of the parameters are those of a module before ``wb.parallelize``.
+    """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    check_not_replaced("clip_grad_norm_", listed, "List module.parameters() again, after wb.parallelize.")
     whole = value_on_all_ranks(total_norm) if isinstance(total_norm, GlobalTensor) else total_norm
     _torch_clip([p for p in listed if not isinstance(p, GlobalTensor)], max_norm, whole, foreach)
     with torch.no_grad(), local_torch():

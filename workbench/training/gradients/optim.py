@@ -106,7 +106,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         return None
     swap = _swap_of(optimizer)
     if swap.plain:
-        check_not_replaced(optimizer, swap.plain, len(swap.parameters))
+        check_not_replaced(f"{type(optimizer).__name__}.step()", [*swap.plain, *swap.parameters])
     context = _context()
     has_closure = closure_of(args, kwargs) is not None
     calls_later = calls_closure_later(optimizer, has_closure, swap.parameters, swap.is_sharded)

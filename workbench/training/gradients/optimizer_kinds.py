@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from workbench.errors import LayoutError
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.training.gradients.block_state import block_size_of
+from workbench.training.gradients.nested_steps import optimizers_within
 
 _ELEMENTWISE = {
     inspect.unwrap(kind.step)
@@ -35,6 +36,14 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 def is_of_torch(optimizer: Optimizer) -> bool:
     """Whether the step is an elementwise one of torch's: it changes in place what has a gradient, and keeps that."""
     return inspect.unwrap(type(optimizer).step) in _ELEMENTWISE
+
+
+def keeps_parts(optimizer: Optimizer) -> bool:
+    """Whether plain tensors in the state of an optimizer are this rank's parts. Those that a step on global tensors
+    makes are whole, such as Shampoo's statistics. A wrapper may show the state of an optimizer within it.
+    """
+    sharing = [each for each in optimizers_within(optimizer) if each.state is optimizer.state]
+    return any(map(is_elementwise, (optimizer, *sharing)))
 
 
 def calls_closure_later(

@@ -30,8 +30,9 @@ from torch import nn
 
 from workbench.core.sbp import Broadcast
 from workbench.errors import CollectiveAborted, StrategyError
+from workbench.tensors.boxing.box import box
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
-from workbench.tensors.leaf_gradients import keep_grad_shard
+from workbench.tensors.leaf_gradients import keep_grad_shard, read_grad
 from workbench.tensors.tensor_state import gradient_state
 from workbench.tensors.world import World, at_shutdown
 from workbench.training.gradients.reduction import Finish, Term, cut_terms, keep, num_bytes, start_bucket, term_of
@@ -169,7 +170,9 @@ class GradientReducer:
         self._next = 0
         self._missing = [sum(map(_learns, bucket)) for bucket in self._buckets]
         self._is_recording = not (self._has_agreed or self._first_order)
-        self._is_active = self.scatters or (self._num_backwards == self._expected and not self.paused)
+        self._keeps_terms = self.scatters and (torch.is_grad_enabled() or any(map(_has_history, self._parameters)))
+        is_last = self._num_backwards == self._expected and not self.paused
+        self._is_active = not self._keeps_terms if self.scatters else is_last
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _start_next(self) -> None:
@@ -192,10 +195,23 @@ class GradientReducer:
                 _accumulate_shard(term.owner, sums[term.owner])
 
     def _end(self) -> None:
-        """The backward has ended; under ZeRO 2 nothing of its gradients stays but the shards."""
+        """The backward has ended; under ZeRO 2 nothing of its gradients stays but the shards. Those of
+        ``create_graph=True`` stay, because shards have no history.
+        """
         self._task = None
-        if self.scatters:
+        if self._keeps_terms:
+            self._add_shards()
+        elif self.scatters:
             self._scatter_rest()
+
+    def _add_shards(self) -> None:
+        """Add what earlier backwards have scattered to the terms that stay."""
+        with local_torch():
+            both: list[Any] = [p for p in self._order if p._gradient.shard is not None and read_grad(p) is not None]
+        with torch.enable_grad():
+            for parameter in both:
+                shard = box(parameter._gradient.shard, parameter._spec.layout.dual())
+                parameter.grad = parameter.grad + shard
 
     def scatter(self) -> None:
         """The same for gradients that were not accumulated by a backward, but handed over after one."""
@@ -269,6 +285,12 @@ def _can_be_summed(parameter: GlobalTensor) -> bool:
 def _learns(parameter: GlobalTensor) -> bool:
     with local_torch():
         return parameter.requires_grad
+
+
+def _has_history(parameter: GlobalTensor) -> bool:
+    with local_torch():
+        grad = read_grad(parameter)
+        return grad is not None and grad.requires_grad
 
 
 def _declare_shard(parameter: GlobalTensor, scatters: bool) -> None:

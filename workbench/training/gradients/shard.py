@@ -61,6 +61,21 @@ def state_spec(parameter: GlobalTensor) -> Spec:
     return parameter._spec if shard is None else shard.spec
 
 
+def spec_like(spec: Spec, shape: Shape) -> Spec:
+    """``spec`` for state of another shape, split along dims that have the parameter's size: moments of rows are split
+    like the rows.
+    """
+    if tuple(shape) == tuple(spec.shape):
+        return spec
+    kept = [
+        entry
+        if isinstance(entry, Split) and shape[entry.dim : entry.dim + 1] == (spec.shape[entry.dim],)
+        else broadcast
+        for entry in spec.layout.sbp
+    ]
+    return spec_of(spec.world, spec.layout.with_sbp(tuple(kept)), shape)
+
+
 def is_first_holder(spec: Spec) -> bool:
     """Whether this rank is the first of those with the same part."""
     place = spec.layout.placement.coordinates(spec.world.rank)

@@ -23,6 +23,10 @@ MOVE_STATE = (
     "State lies where its parameter does: give the optimizer when the strategy changes, wb.parallelize(module, "
     "strategy, optimizer=optimizer), or make a new one."
 )
+_GIVE_OPTIMIZER = (
+    "Give it the optimizer, wb.parallelize(module, strategy, optimizer=optimizer), several as a list, or make it "
+    "afterwards."
+)
 _with_state: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
 """Optimizers of global parameters that have stepped, or whose state was loaded, the first one first."""
 
@@ -57,17 +61,16 @@ def _groups_of(optimizer: Optimizer) -> list[list[torch.Tensor]]:
     return [group["params"] for group in optimizer.param_groups] if held is None else held
 
 
-def check_not_replaced(optimizer: Optimizer, plain: Sequence[torch.Tensor], num_others: int) -> None:
+def check_not_replaced(call: str, parameters: Sequence[torch.Tensor], fix: str = _GIVE_OPTIMIZER) -> None:
     """Raise for replaced parameters, which get no gradients any more.
 
     Raises:
-        LayoutError: some of the optimizer's ``plain`` parameters were replaced.
+        LayoutError: some of the ``parameters`` of a call were replaced.
     """
-    if replaced := sum(parameter in REPLACED for parameter in plain):
+    if replaced := sum(not isinstance(parameter, GlobalTensor) and parameter in REPLACED for parameter in parameters):
         raise LayoutError(
-            f"{type(optimizer).__name__}.step(): {replaced} of {len(plain) + num_others} parameters are those of a "
-            "module before wb.parallelize, which has put global tensors in their place. Give it the optimizer, "
-            "wb.parallelize(module, strategy, optimizer=optimizer), several as a list, or make it afterwards."
+            f"{call}: {replaced} of {len(parameters)} parameters are those of a module before wb.parallelize, "
+            f"which has put global tensors in their place. {fix}"
         )
 
 

@@ -21,6 +21,7 @@ from workbench.tensors.global_tensor import GlobalTensor, plain, wrap
 from workbench.tensors.patch_table import patch
 from workbench.training.gradients.nested_steps import distinct, is_within_step
 from workbench.training.gradients.optim import put_back
+from workbench.training.gradients.optimizer_kinds import keeps_parts
 from workbench.training.gradients.shard import state_spec
 
 
@@ -63,6 +64,8 @@ def _with_global_state(torchs_own: Callable[..., dict[str, Any]]) -> Callable[..
                 )
             put_back(each)
         found = torchs_own(self)
+        if not keeps_parts(self):
+            return found
         parameters = dict(enumerate(p for group in self.param_groups for p in group["params"]))
         found["state"] = {
             key: {name: _as_global(parameters.get(key), value) for name, value in state.items()}

@@ -21,14 +21,13 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from workbench.core.layout import Layout, Shape
-from workbench.core.sbp import Split, broadcast
 from workbench.errors import CheckpointError
-from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, plain, spec_of, wrap
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, plain, wrap
 from workbench.training.gradients.block_state import refuse_block_state
 from workbench.training.gradients.nested_steps import distinct, optimizers_within, state_tensors
-from workbench.training.gradients.optim import forget_layouts, state_layout
-from workbench.training.gradients.optimizer_kinds import is_elementwise
+from workbench.training.gradients.optim import forget_layouts
+from workbench.training.gradients.optimizer_kinds import is_elementwise, keeps_parts
+from workbench.training.gradients.shard import spec_like, state_spec
 from workbench.training.saving.flat import Path, unflatten
 from workbench.training.saving.reading import Checkpoint, shape_of
 
@@ -50,13 +49,11 @@ def state_of(optimizer: Optimizer, names: Names, part: str) -> dict[str, Any]:
 
 def _state_of(optimizer: Optimizer, names: Names, part: str) -> dict[str, Any]:
     refuse_block_state(optimizer, part, CheckpointError)
-    state = {
-        _name(parameter, names, part): {
-            key: _wrapped(parameter, key, value, _name(parameter, names, part)) for key, value in values.items()
-        }
-        for parameter in _with_state(optimizer)
-        if (values := optimizer.state.get(parameter))
-    }
+    is_part, state = keeps_parts(optimizer), dict[str, Any]()
+    for parameter in _with_state(optimizer):
+        if values := optimizer.state.get(parameter):
+            name = _name(parameter, names, part)
+            state[name] = {k: _wrapped(parameter, k, value, name) if is_part else value for k, value in values.items()}
     groups = [
         {**group, "params": [_name(parameter, names, part) for parameter in group["params"]]}
         for group in optimizer.param_groups
@@ -102,10 +99,6 @@ def _name(parameter: torch.Tensor, names: Names, part: str) -> str:
     return names[id(parameter)]
 
 
-def _state_spec(parameter: GlobalTensor) -> Spec:
-    return spec_of(parameter._spec.world, state_layout(parameter), parameter._spec.shape)
-
-
 def _wrapped(parameter: torch.Tensor, key: str, value: Any, name: str) -> Any:
     """A state value as a global tensor if it has one value per element of the parameter; other values unchanged.
     Lists and dictionaries are looked through.
@@ -118,7 +111,7 @@ def _wrapped(parameter: torch.Tensor, key: str, value: Any, name: str) -> Any:
         return value
     if not isinstance(parameter, GlobalTensor) or value.dim() == 0:
         return value
-    spec = _state_spec(parameter)
+    spec = state_spec(parameter)
     if tuple(value.shape) == spec.local_shape:
         return wrap(plain(value), spec)
     if spec.layout.is_broadcast:
@@ -238,23 +231,10 @@ def _new_state(
         dtype = parameter.dtype
     if not isinstance(parameter, GlobalTensor) or not shape:
         return torch.empty(shape, dtype=dtype, device=device)
-    spec = _state_spec(parameter)
-    if shape != tuple(spec.shape):
-        spec = spec_of(spec.world, _layout_like(spec, shape), shape)
+    spec = spec_like(state_spec(parameter), shape)
     if spec.is_placeholder:
         return wrap(new_placeholder(shape, dtype, spec.world.device), spec)
     return wrap(torch.empty(spec.local_shape, dtype=dtype, device=device), spec)
-
-
-def _layout_like(spec: Spec, shape: Shape) -> Layout:
-    """The parameter's split along dims of the parameter's size: factored moments of rows are split like the rows."""
-    kept = [
-        entry
-        if isinstance(entry, Split) and shape[entry.dim : entry.dim + 1] == (spec.shape[entry.dim],)
-        else broadcast
-        for entry in spec.layout.sbp
-    ]
-    return spec.layout.with_sbp(tuple(kept))
 
 
 def assign(

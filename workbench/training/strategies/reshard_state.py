@@ -23,7 +23,8 @@ from workbench.tensors.world import World
 from workbench.training.gradients.block_state import refuse_block_state
 from workbench.training.gradients.failed_steps import end_failed_steps
 from workbench.training.gradients.optim import forget_layouts
-from workbench.training.gradients.shard import state_spec
+from workbench.training.gradients.optimizer_kinds import keeps_parts
+from workbench.training.gradients.shard import spec_like, state_spec
 from workbench.training.gradients.stale_optimizer import check_state_layouts
 from workbench.training.gradients.state_on_host import bring_back
 from workbench.training.strategies.shard_parameters import shard_tensor
@@ -31,14 +32,17 @@ from workbench.training.strategies.shard_parameters import shard_tensor
 
 @dataclass(frozen=True, slots=True)
 class _Element:
-    """State with a value per element of the parameter, as ranks that hold none of it hear of it."""
+    """Global state, and parts of state with a value per element of the parameter, as ranks that hold none of it hear
+    of it.
+    """
 
     dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Scalar:
-    """State without dims, whole on every rank: a count of steps, or what belongs to a parameter without dims."""
+    """State that is whole on every rank: a count of steps, or statistics that a step on global tensors has made."""
 
     value: torch.Tensor
     is_on_device: bool
@@ -99,6 +103,7 @@ class OptimizerState:
         self, optimizer: Optimizer, module: nn.Module, world: World, stepped: dict[GlobalTensor, Spec], moves: bool
     ) -> None:
         self.optimizer, self.world, self.moves = optimizer, world, moves
+        self.keeps_parts = keeps_parts(optimizer)
         own = list(module.parameters())
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.parameters = [p for p in own if id(p) in held]
@@ -120,9 +125,9 @@ class OptimizerState:
         what an optimizer makes when it is made is there too, and stays as it was.
         """
         state = self.optimizer.state.get(parameter)
-        if not state or (spec is not None and spec.is_placeholder):
+        if not state or (spec is not None and spec.is_placeholder and self.keeps_parts):
             return None
-        return {key: _describe(key, value, parameter, spec) for key, value in state.items()}
+        return {key: _describe(key, value, parameter, spec, self.keeps_parts) for key, value in state.items()}
 
     def reshard(self, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
         """Bring the state to where the parameters are now; ``replaced`` has the new ones by the old."""
@@ -139,7 +144,8 @@ class OptimizerState:
                 if described is not None:
                     parameter = replaced.get(old, old)
                     values = self._resharded(state, parameter, spec, described)
-                    if not (isinstance(parameter, GlobalTensor) and state_spec(parameter).is_placeholder):
+                    is_placeholder = isinstance(parameter, GlobalTensor) and state_spec(parameter).is_placeholder
+                    if not (is_placeholder and self.keeps_parts):
                         self.optimizer.state[parameter] = values
             self._box()
 
@@ -147,20 +153,23 @@ class OptimizerState:
         self, values: dict[str, Any], parameter: torch.Tensor, spec: Spec | None, described: dict[str, Any]
     ) -> dict[str, Any]:
         moved: dict[str, Any] = {}
+        has_others = spec is not None and spec.is_placeholder and self.keeps_parts
         for key, what in described.items():
             value = values.get(key, what)
-            if not isinstance(what, _Element) and (value is what or (spec is not None and spec.is_placeholder)):
+            if not isinstance(what, _Element) and (value is what or has_others):
                 value = what
                 if isinstance(what, _Scalar):
                     value = what.value.to(self.world.device) if what.is_on_device else what.value
             is_global = isinstance(value, GlobalTensor)
             if isinstance(what, _Element) and isinstance(parameter, GlobalTensor):
                 if is_global or spec is not None:
-                    self._moves.append((moved, key, state_spec(parameter), is_global))
+                    target = spec_like(state_spec(parameter), what.shape)
+                    self._moves.append((moved, key, target, is_global))
                 if is_global:
                     value = value.detach()
                 elif spec is None:
-                    value = plain(shard_tensor(value, state_spec(parameter).layout, self.world))
+                    value = shard_tensor(value, state_spec(parameter).layout, self.world)
+                    value = plain(value) if self.keeps_parts else value
                 elif isinstance(value, _Element):
                     value = wrap(new_placeholder(spec.shape, what.dtype, self.world.device), spec)
                 else:
@@ -182,9 +191,10 @@ def _spec_of_state(parameter: GlobalTensor, stepped: dict[GlobalTensor, Spec]) -
     return spec_of(spec.world, stepped[parameter].layout, spec.shape) if parameter in stepped else spec
 
 
-def _describe(key: str, value: Any, parameter: torch.Tensor, spec: Spec | None) -> Any:
+def _describe(key: str, value: Any, parameter: torch.Tensor, spec: Spec | None, is_part: bool) -> Any:
     if not isinstance(value, torch.Tensor):
-        inside = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        kind = torch.Tensor if is_part else GlobalTensor
+        inside = [leaf for leaf in tree_leaves(value) if isinstance(leaf, kind) and leaf.dim()]
         if inside:
             raise StrategyError(
                 f"parallelize(optimizer=): optimizer state {key!r} of a parameter {tuple(parameter.shape)} is a "
@@ -193,12 +203,12 @@ def _describe(key: str, value: Any, parameter: torch.Tensor, spec: Spec | None) 
                 "wb.parallelize."
             )
         return value
-    local_shape = tuple(parameter.shape) if spec is None else spec.local_shape
     if isinstance(value, GlobalTensor):
-        local_shape = tuple(parameter.shape)
-    if value.dim() and tuple(value.shape) == local_shape:
-        return _Element(value.dtype)
-    if value.dim() == 0 or spec is None or spec.layout.is_broadcast:
+        return _Element(value.dtype, tuple(value.shape))
+    local_shape = tuple(parameter.shape) if spec is None else spec.local_shape
+    if value.dim() and tuple(value.shape) == local_shape and (is_part or spec is None):
+        return _Element(value.dtype, tuple(parameter.shape))
+    if value.dim() == 0 or not is_part or spec is None or spec.layout.is_broadcast:
         return _Scalar(value.detach().cpu(), value.device.type != "cpu")
     raise StrategyError(
         f"parallelize: optimizer state {key!r} of a parameter {tuple(parameter.shape)} has shape {tuple(value.shape)} "
