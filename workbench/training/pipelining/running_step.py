@@ -163,10 +163,12 @@ class RunningStep:
             f"({problem})"
         )
         there = f"stage{'s' if len(ends) > 1 else ''} {' and '.join(map(str, ends))}"
-        if function is None:
+        if function in (None, "backward"):
+            whose = "" if function is None else " of a plain tensor, which all ranks get,"
+            stage = "one stage" if function is None else "stage 0"
             raise StrategyError(
-                f"a gradient that the forward itself computes (torch.autograd.grad) goes from stage {start} "
-                f"back to {there}: {rule}. Put the layers that it passes on one stage, or use the schedule gpipe."
+                f"a gradient{whose} that the forward itself computes (torch.autograd.grad) goes from stage {start} "
+                f"back to {there}: {rule}. Put the layers that it passes on {stage}, or use the schedule gpipe."
             )
         if function.endswith(" in place"):
             raise StrategyError(
