@@ -169,3 +169,37 @@ def test_gradients_at_a_plain_tensor_are_right_or_refused(stages, schedule):
         assert loss == pytest.approx(truth(x).item(), rel=1e-6)
         for grad, parameter in zip(grads, truth.parameters(), strict=True):
             torch.testing.assert_close(grad, parameter.grad)
+
+
+class Attacked(Penalized):
+    """Learns beside inputs that are moved along the critic's gradient; no backward passes this gradient again."""
+
+    def forward(self, x):
+        real = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.critic(self.generator(real)).sum(), real)
+        return self.critic(self.generator(x + 0.1 * slope.sign())).mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "interleaved", "zero_bubble_v"])
+def test_gradients_without_a_history_run_where_a_rank_has_one_stage(schedule):
+    torch.manual_seed(0)
+    model, x = Attacked(), torch.randn(8, 4)
+    truth = copy.deepcopy(model)
+    truth(x).backward()
+
+    several = schedule in ("interleaved", "zero_bubble_v")
+
+    def program():
+        stages = "generator.0: data; generator.2: data@1; critic.0: data@2; critic.2: data@3"
+        stages = stages if several else "generator: data; critic: data@1"
+        parallel = wb.parallelize(copy.deepcopy(model), f"{stages} | 2x1x1 mb=2 {schedule}")
+        wb.forward_backward(parallel, inputs=x)
+        return [whole(p.grad) for p in parallel.parameters()]
+
+    if several:
+        with pytest.raises(StrategyError, match=r"itself computes .*grad.* from stage 3 back to stage 2: under"):
+            run_ranks(program, 2)
+        return
+    for grads in run_ranks(program, 2):
+        for grad, parameter in zip(grads, truth.parameters(), strict=True):
+            torch.testing.assert_close(grad, parameter.grad)
