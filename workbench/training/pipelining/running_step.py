@@ -131,7 +131,7 @@ class RunningStep:
         with local_torch():
             self.check_edge(source, target, function, has_gradient=tensor.requires_grad and torch.is_grad_enabled())
 
-    def check_edge(self, source: Spec, target: Spec, function: str | None, has_gradient: bool = True) -> None:
+    def check_edge(self, source: Spec, target: Spec, function: str | None, has_gradient: bool) -> None:
         """Refuse an edge of the forward that the schedule does not allow. ``function`` is None for a gradient, and
         ``has_gradient`` is false of one that no backward passes again: stages wait for it in this forward only.
 
