@@ -49,7 +49,7 @@ def test_factors_that_change_in_each_step_make_no_new_plans():
 
     def step(mean, value, rate):
         mean.lerp_(value, rate).lerp_(value, weight=rate).mul_(1 - rate).add_(value, alpha=rate)
-        return torch.sub(mean, value, alpha=rate).clamp(min=-rate, max=rate)
+        return torch.sub(mean, value, alpha=rate).clamp(min=-rate, max=rate) * mean.clone().fill_(rate)
 
     def program(placement):
         mean, value = (wb.full((4, 6), float(i), placement=placement, sbp="S(0)") for i in range(2))
