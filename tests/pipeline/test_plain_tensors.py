@@ -131,3 +131,75 @@ def test_plain_leaves_of_forwards_have_their_gradients_after_the_step(schedule):
         torch.testing.assert_close(found_of_scale, of_scale)
         for grad, expected in zip(found_grads, grads, strict=True):
             torch.testing.assert_close(grad, expected)
+
+
+class Penalized(nn.Module):
+    """A generator, and a critic with the penalty R1: the square of its gradient at its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        real = x.detach().requires_grad_()
+        score = self.critic(real)
+        (slope,) = torch.autograd.grad(score.sum(), real, create_graph=True)
+        return F.mse_loss(self.generator(x), x) + score.mean() + slope.square().sum(1).mean()
+
+
+@pytest.mark.parametrize("stages", ["generator: data; critic: data@1", "critic: data@0; generator: data@1"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_gradients_at_a_plain_tensor_are_right_or_refused(stages, schedule):
+    torch.manual_seed(0)
+    model, x = Penalized(), torch.randn(8, 4)
+    truth = copy.deepcopy(model)
+    truth(x).backward()
+
+    def program():
+        parallel = wb.parallelize(copy.deepcopy(model), f"{stages} | 2x1x1 mb=2 {schedule}")
+        loss = wb.forward_backward(parallel, inputs=x)
+        return loss.item(), [whole(p.grad) for p in parallel.parameters()]
+
+    if schedule == "1f1b" and stages.endswith("critic: data@1"):
+        with pytest.raises(StrategyError, match=r"of a plain tensor.* from stage 1 back to .*1f1b.* on stage 0, or"):
+            run_ranks(program, 2)
+        return
+    for loss, grads in run_ranks(program, 2):
+        assert loss == pytest.approx(truth(x).item(), rel=1e-6)
+        for grad, parameter in zip(grads, truth.parameters(), strict=True):
+            torch.testing.assert_close(grad, parameter.grad)
+
+
+class Attacked(Penalized):
+    """Learns beside inputs that are moved along the critic's gradient; no backward passes this gradient again."""
+
+    def forward(self, x):
+        real = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.critic(self.generator(real)).sum(), real)
+        return self.critic(self.generator(x + 0.1 * slope.sign())).mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "interleaved", "zero_bubble_v"])
+def test_gradients_without_a_history_run_where_a_rank_has_one_stage(schedule):
+    torch.manual_seed(0)
+    model, x = Attacked(), torch.randn(8, 4)
+    truth = copy.deepcopy(model)
+    truth(x).backward()
+
+    several = schedule in ("interleaved", "zero_bubble_v")
+
+    def program():
+        stages = "generator.0: data; generator.2: data@1; critic.0: data@2; critic.2: data@3"
+        stages = stages if several else "generator: data; critic: data@1"
+        parallel = wb.parallelize(copy.deepcopy(model), f"{stages} | 2x1x1 mb=2 {schedule}")
+        wb.forward_backward(parallel, inputs=x)
+        return [whole(p.grad) for p in parallel.parameters()]
+
+    if several:
+        with pytest.raises(StrategyError, match=r"itself computes .*grad.* from stage 3 back to stage 2: under"):
+            run_ranks(program, 2)
+        return
+    for grads in run_ranks(program, 2):
+        for grad, parameter in zip(grads, truth.parameters(), strict=True):
+            torch.testing.assert_close(grad, parameter.grad)

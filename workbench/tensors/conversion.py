@@ -47,7 +47,7 @@ class _FromLocal(torch.autograd.Function):
             return None, None
         if spec.layout.is_broadcast:
             everywhere = Placement.of(spec.layout.placement.device_type, list(range(spec.world.world_size)))
-            grad = box(grad, Layout(everywhere, (broadcast,)))
+            grad = box(grad, Layout(everywhere, (broadcast,)), "backward")
         else:
             grad = box(grad, spec.layout.without_terms())
         if ctx.shape != spec.local_shape or (spec.is_placeholder and not spec.layout.is_broadcast):

@@ -188,7 +188,7 @@ class GlobalTensor(TensorState):
         """The same values and layout without history; autograd does not record writes to it."""
         if not _torch_function_enabled():
             return _data_slot.__get__(self)
-        with local_torch(), hidden_from_modes():
+        with local_torch(), hidden_from_modes(ours=True):  # a recording would take the counter for the values
             writes = writes_of(self)
             alias = wrap(writes.counted(_data_slot.__get__(self)), self._spec)
             keep_writes(alias, writes)

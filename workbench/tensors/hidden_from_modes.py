@@ -17,15 +17,17 @@ _num_modes = torch._C._len_torch_dispatch_stack
 _nothing = nullcontext()
 
 
-def hidden_from_modes() -> AbstractContextManager[None]:
-    """A context in which only the modes of this package and torch's own (fake tensors, tracing) see operators."""
-    return _without_modes_of_users() if _num_modes() else _nothing
+def hidden_from_modes(ours: bool = False) -> AbstractContextManager[None]:
+    """A context in which only the modes of this package and torch's own (fake tensors, tracing) see operators; with
+    ``ours``, only torch's own.
+    """
+    return _without_modes(ours) if _num_modes() else _nothing
 
 
 @contextmanager
-def _without_modes_of_users() -> Iterator[None]:
+def _without_modes(ours: bool) -> Iterator[None]:
     modes = _get_current_dispatch_mode_stack()
-    kept = [mode for mode in modes if not _is_of_a_user(mode)]
+    kept = [mode for mode in modes if not _is_hidden(mode, ours)]
     if len(kept) == len(modes):
         yield
         return
@@ -43,5 +45,5 @@ def _replace(num_modes: int, others: list[Any]) -> None:
         _push_mode(mode)
 
 
-def _is_of_a_user(mode: Any) -> bool:
-    return getattr(mode, "_mode_key", None) is None and not type(mode).__module__.startswith("workbench.")
+def _is_hidden(mode: Any, ours: bool) -> bool:
+    return getattr(mode, "_mode_key", None) is None and (ours or not type(mode).__module__.startswith("workbench."))

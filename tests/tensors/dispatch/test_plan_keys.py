@@ -44,6 +44,28 @@ def test_dividing_a_partial_sum_by_zero():
     assert half.tolist() == [1.0] * 3 and infinite.isinf().all()
 
 
+def test_factors_that_change_in_each_step_make_no_new_plans():
+    """An average of weights whose decay warms up, or an optimizer of one's own with a schedule."""
+
+    def step(mean, value, rate):
+        mean.lerp_(value, rate).lerp_(value, weight=rate).mul_(1 - rate).add_(value, alpha=rate)
+        return torch.sub(mean, value, alpha=rate).clamp(min=-rate, max=rate) * mean.clone().fill_(rate)
+
+    def program(placement):
+        mean, value = (wb.full((4, 6), float(i), placement=placement, sbp="S(0)") for i in range(2))
+        found = [(step(mean, value, 0.5 / (i + 1)).full_tensor(), len(mean._spec.plans)) for i in range(10)]
+        terms = wb.ones(3, placement=placement, sbp="P")
+        sums = [torch.add(terms, terms, alpha=factor).full_tensor()[0].item() for factor in (0.5, float("inf"), 0.0)]
+        return found, mean.full_tensor(), sums
+
+    exact_mean, value = torch.zeros(4, 6), torch.ones(4, 6)
+    exact = [step(exact_mean, value, 0.5 / (i + 1)) for i in range(10)]
+    for found, mean, sums in on_two_ranks(program):
+        assert found[-1][1] == found[0][1] and sums == [1.5, float("inf"), 1.0]
+        torch.testing.assert_close([each for each, _ in found], exact)
+        torch.testing.assert_close(mean, exact_mean)
+
+
 def test_calls_that_never_repeat_are_forgotten(monkeypatch):
     monkeypatch.setattr("workbench.tensors.dispatch.dispatcher._MAX_PLANS", 20)
 

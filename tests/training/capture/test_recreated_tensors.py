@@ -80,6 +80,45 @@ def detached(module, x, y):
     return (h - h.data.mean()).square().mean() + F.mse_loss(h, y)
 
 
+class Codes(nn.Module):
+    """Moving counts, as codebooks keep them, written through ``.data``; one of a single element."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("counts", torch.ones(3))
+        self.register_buffer("total", torch.ones(1))
+
+    def forward(self, x):
+        h = self.layer(x)
+        self.counts.data.mul_(0.9).add_(h.detach().sigmoid().mean(0), alpha=0.1)
+        self.total.data.mul_(0.5)
+        return h * self.counts + self.total
+
+
+@pytest.mark.parametrize("strategy", ["*: data | 1x2x1", "*: data | 1x2x1 zero=3"])
+def test_writes_through_data_to_what_was_there_before(strategy):
+    def program(capture):
+        module = wb.parallelize(filled(Codes()), strategy)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        means = [parameter.detach().clone() for parameter in module.parameters()]
+
+        def step(x, y):
+            loss = F.mse_loss(module(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            for mean, parameter in zip(means, module.parameters(), strict=True):
+                mean.data.lerp_(parameter.data, 0.2)
+            return loss.detach()
+
+        run = wb.capture(step) if capture else step
+        losses = [run(x, y).full_tensor() for x, y in batches(5)]
+        return [*losses, *(tensor.full_tensor() for tensor in (*module.state_dict().values(), *means))]
+
+    assert_same(*(run_ranks(lambda capture=capture: program(capture)) for capture in (True, False)))
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss_of", [hooked, mapped, penalized, detached])
 def test_values_that_change_their_class(loss_of):

@@ -311,6 +311,24 @@ def test_autocast_leaves_64_bits_as_they_are():
     assert found[0] == found[1]
 
 
+class MeanOfFeatures(nn.Linear):
+    """Keeps a moving mean of its features in 32 bits, and mixes them with it, which torch refuses in mixed dtypes."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        return self.mean.lerp(super().forward(x), 0.7)
+
+
+def test_a_model_that_fails_under_autocast_is_priced_in_32_bits():
+    with pytest.warns(UserWarning, match="under autocast to bfloat16 the model fails.*32 bits. RuntimeError: expected"):
+        costs = layer_costs(MeanOfFeatures(), (4, 8))
+    assert costs.rows[0].own and not costs.autocast
+    assert wb.planner.plan(costs, HERE, 2, BATCH).estimate.step_s > 0
+
+
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 

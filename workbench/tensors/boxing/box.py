@@ -247,8 +247,8 @@ def box_gradient(grad: torch.Tensor, incoming: Spec, outgoing: Spec, tag: int, s
     """The boxing of a gradient, linked to it if it is differentiated again. ``site`` is its line in traces."""
     context = incoming.world.context
     tracer, running = context.tracer, context.running
-    if torch.is_grad_enabled() and running is not None and running.edges is not None:
-        running.check_edge(incoming, outgoing, None)  # a later backward goes this way
+    if running is not None and running.edges is not None:  # a later backward goes this way, if it has a history
+        running.check_edge(incoming, outgoing, None, torch.is_grad_enabled())
     if tracer is not None:
         tracer.add(site or tracer.site(), "backward", plan_of(incoming, outgoing, grad), grad.dtype)
     if torch.is_grad_enabled():

@@ -85,7 +85,7 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
             if (kind is list or kind is tuple) and arg and type(arg[0]) is GlobalTensor:
                 plans = arg[0]._spec.plans
     if kwargs:
-        key.extend([(name, key_of(value)) for name, value in kwargs.items()])
+        key.extend([(n, _key_of_float(func, v) if type(v) is float else key_of(v)) for n, v in kwargs.items()])
     if plans is None:
         operands = operands_of(args, kwargs)
         if not operands:  # a global tensor stands among the bounds of a slice, or was a number and has been read
@@ -133,6 +133,10 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
                     del plans[oldest]
             plans[tuple(key)] = plan
     return _run(plan, func, args, kwargs or {})
+
+
+def _key_of_float(func: Any, value: float) -> Any:
+    return float if func in _value_independent and value and math.isfinite(value) else (repr(value),)
 
 
 def _find_handler(func: Any) -> Callable[..., Any] | None:

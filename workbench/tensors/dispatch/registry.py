@@ -91,7 +91,7 @@ FILLERS: dict[str, Callable[..., GlobalTensor]] = {}
 """For ``out=`` of functions that take no tensor, by torch's name: what makes the result in the layout of ``out``."""
 USER_FUNCTION_NAMES: dict[Any, str] = {}
 """Names of users' Python functions; torch may have another function of the same name."""
-VALUE_INDEPENDENT: set[str] = {"add", "sub", "rsub", "mul", "div"}
+VALUE_INDEPENDENT: set[str] = {"add", "sub", "rsub", "mul", "div", "lerp"}
 """Functions whose rule depends on a float only by whether it is zero or infinite; all equations are among them."""
 INDICES: dict[Any, tuple[int, ...]] = {
     **dict.fromkeys(("where", F.embedding), (0,)),

@@ -97,8 +97,17 @@ def layer_costs(
     )  # fmt: skip
     if dtype != "fp32" and (dtype or all(parameter.dtype != torch.float32 for parameter in module.parameters())):
         return costs
-    with _unchanged(module, loss_fn, is_given=module is model):
-        counter, *_ = _count(module, inputs, loss_fn, targets, dtype, is_cast=True)
+    try:
+        with _unchanged(module, loss_fn, is_given=module is model):
+            counter, *_ = _count(module, inputs, loss_fn, targets, dtype, is_cast=True)
+    except StrategyError as error:
+        cause = error.__cause__
+        warnings.warn(
+            f"layer_costs({type(module).__name__}): under autocast to bfloat16 the model fails, and so would training "
+            f"in 16 bits, which is priced from the work in 32 bits. {type(cause).__name__}: {cause}",
+            stacklevel=3,
+        )
+        return costs
     autocast = tuple(counter.row(layer) for layer in layers)
     return replace(costs, autocast=autocast, autocast_calls=counter.calls(layers))
 

@@ -19,6 +19,9 @@ from workbench.tensors.leaf_gradients import has_hooks
 from workbench.tensors.world import World
 from workbench.transport.user_code import user_location
 
+_OF_GRADIENTS = (None, "backward")
+"""Functions of boxings of gradients: between layers, and of a plain tensor, which all ranks get."""
+
 
 @dataclass
 class PlainLeaf:
@@ -128,8 +131,9 @@ class RunningStep:
         with local_torch():
             self.check_edge(source, target, function, has_gradient=tensor.requires_grad and torch.is_grad_enabled())
 
-    def check_edge(self, source: Spec, target: Spec, function: str | None, has_gradient: bool = True) -> None:
-        """Refuse an edge of the forward that the schedule does not allow. ``function`` is None for a gradient.
+    def check_edge(self, source: Spec, target: Spec, function: str | None, has_gradient: bool) -> None:
+        """Refuse an edge of the forward that the schedule does not allow. ``function`` is None for a gradient, and
+        ``has_gradient`` is false of one that no backward passes again: stages wait for it in this forward only.
 
         An edge to the ranks of several stages (another model in the loss, such as a critic) is one to each of them.
         Without a gradient it may still run. So may the reading of a value, which has no name and is checked by itself.
@@ -137,6 +141,12 @@ class RunningStep:
         if self.edges is None or source.layout.placement == target.layout.placement:
             return
         start, end = self._stage_of(source), self._stage_of(target)
+        if function in _OF_GRADIENTS and not has_gradient and start is not None:
+            ends = self._stages_among(target)
+            waits = along_stages(len(self.placements), reads_values=True)
+            if min(ends) < start and (problems := self._problems(waits)):
+                self._refuse_edge(function, start, ends, problems[0])
+            return
         if start is None or start == end or (end is None and not (function and has_gradient)):
             return
         ends = [end] if end is not None else self._stages_among(target)
@@ -163,10 +173,12 @@ class RunningStep:
             f"({problem})"
         )
         there = f"stage{'s' if len(ends) > 1 else ''} {' and '.join(map(str, ends))}"
-        if function is None:
+        if function in _OF_GRADIENTS:
+            whose = "" if function is None else " of a plain tensor, which all ranks get,"
+            stage = "one stage" if function is None else "stage 0"
             raise StrategyError(
-                f"a gradient that the forward itself computes (torch.autograd.grad) goes from stage {start} "
-                f"back to {there}: {rule}. Put the layers that it passes on one stage, or use the schedule gpipe."
+                f"a gradient{whose} that the forward itself computes (torch.autograd.grad) goes from stage {start} "
+                f"back to {there}: {rule}. Put the layers that it passes on {stage}, or use the schedule gpipe."
             )
         if function.endswith(" in place"):
             raise StrategyError(

@@ -36,7 +36,7 @@ modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical
 _NARY = """
 pow float_power rpow rdiv rtruediv atan2 hypot fmod remainder floor_divide rfloordiv rmod maximum minimum fmax fmin
 copysign nextafter eq ne lt le gt ge isclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
-bitwise_left_shift bitwise_right_shift where clamp clamp_min clamp_max addcmul addcdiv
+bitwise_left_shift bitwise_right_shift where fill clamp clamp_min clamp_max addcmul addcdiv
 masked_fill xlogy xlog1py logaddexp logaddexp2 heaviside gcd lcm ldexp zeta igamma igammac complex polar
 chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h
 hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t
@@ -161,11 +161,6 @@ def cuda(tensor: Any, device: Any = None, non_blocking: bool = False, **options:
 def _zero(call: Call) -> Resolution:
     """Zero is zero in every layout."""
     return Resolution(f"+{'abcdefghijklmnop'[: len(call.shapes[0])]} -> {'abcdefghijklmnop'[: len(call.shapes[0])]}")
-
-
-@rule("fill")
-def _fill(call: Call) -> Resolution:
-    return Resolution("..., ... -> ...")
 
 
 @rule("glu")
