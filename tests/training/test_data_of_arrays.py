@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -88,6 +89,22 @@ def test_lists_are_converted_once_and_arrays_keep_their_memory(monkeypatch):
     given, *rest = job.batches()
     assert given.inputs.tolist() == [[5, 5]] * 2
     assert len(others) == len(rest) == 2 and not any(converted)
+
+
+def test_tables_and_their_columns_are_arrays_by_their_rows():
+    """Tables, and columns whose index does not begin at 0, were an error about the shape of an object."""
+    rows = [3, 1, 4, 2]
+    table = pd.DataFrame({"a": range(6), "b": range(6), "y": [0, 1] * 3}).loc[rows]
+
+    def program():
+        inputs, targets = next(iter(wb.GlobalDataLoader((table[["a", "b"]].astype("float32"), table["y"]), 4)))
+        return value_on_all_ranks(inputs).tolist(), value_on_all_ranks(targets).tolist()
+
+    assert run_ranks(program, 2) == [([[row, row] for row in rows], [1, 1, 0, 0])] * 2
+    with pytest.raises(RunError, match=r"is a DataFrame of 4 rows.*positions name columns.*in a tuple"):
+        wb.GlobalDataLoader(table, 4)  # it read columns as samples
+    with pytest.raises(RunError, match="has a DataFrame beside its arrays"):
+        wb.GlobalDataLoader((table.astype(str), table["y"]), 4)
 
 
 def test_the_first_batch_does_not_wait_for_all_batches_of_the_epoch(monkeypatch):
