@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -33,6 +35,20 @@ def test_what_all_samples_share_stays_plain(batch_size):
         assert torch.equal(found, words[:batch_size])
         for name, value in plain.items():
             assert type(value) is torch.Tensor and torch.equal(value, shared[name]), name
+
+
+def test_missing_values_in_what_all_samples_share_are_equal_on_all_ranks():
+    """Ranks had read ``nan and nan``, an error."""
+    columns = {"words": torch.ones(4, 3), "scale": torch.tensor([1.0, torch.nan, 2.0])}
+    samples = {"collate_fn": lambda found: {"words": torch.stack(found), "limit": float("nan")}}
+
+    def program():
+        known = next(iter(wb.GlobalDataLoader(columns, 4)))["scale"]
+        return known.nan_to_num(7.0).tolist(), next(iter(wb.GlobalDataLoader(list(columns["words"]), 4, **samples)))[
+            "limit"
+        ]
+
+    assert [(known, math.isnan(limit)) for known, limit in run_ranks(program, 2)] == [([1.0, 7.0, 2.0], True)] * 2
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
