@@ -158,6 +158,11 @@ def with_tensors(dataset: Any) -> Any:
     return _as_columns(dataset) if is_of_arrays(dataset) else dataset
 
 
+def is_table(value: Any) -> bool:
+    """Whether it is a table or a column of one, of pandas for example: numpy can read it, torch cannot."""
+    return hasattr(value, "__array__") and not isinstance(value, (torch.Tensor, np.ndarray))
+
+
 def _as_columns(value: Any) -> Any:
     """The arrays of a data set as tensors. A list is an array too, with one entry per sample, and so is what numpy can
     read: tables of pandas, and their columns.
@@ -167,8 +172,7 @@ def _as_columns(value: Any) -> Any:
     if isinstance(value, tuple):
         return of_kind(value, map(_as_columns, value))
     try:
-        is_table = hasattr(value, "__array__") and not isinstance(value, (torch.Tensor, np.ndarray))
-        return torch.as_tensor(np.array(value) if is_table else value)
+        return torch.as_tensor(np.array(value) if is_table(value) else value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise RunError(
             f"the data set has a {type(value).__name__} beside its arrays, and torch cannot convert it: {error}. A "
