@@ -194,13 +194,14 @@ def _optimizer_text(optimizer_fn: Any, made: Optimizer) -> str:
         return "SGD(lr=0.1, momentum=0.9)"
     if not hasattr(optimizer_fn, "__qualname__"):
         return _without_addresses(optimizer_fn)
-    named = type(made) if getattr(optimizer_fn, "__name__", "") == "<lambda>" else optimizer_fn
-    if inspect.isfunction(named):
+    if optimizer_fn.__name__ == "<lambda>":
+        return f"{type(made).__name__}({_options_text(made)})"
+    if inspect.isfunction(optimizer_fn):
         with suppress(OSError):
-            source = inspect.getsource(named).strip()
+            source = inspect.getsource(optimizer_fn).strip()
             if source.count("\n") < _MAX_LINES:
                 return source
-    return f"{named.__module__}.{named.__qualname__}"
+    return f"{optimizer_fn.__module__}.{optimizer_fn.__qualname__}"
 
 
 def _options_text(optimizer: Optimizer) -> str:
