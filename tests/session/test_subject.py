@@ -90,6 +90,18 @@ def test_functions_that_read_other_values_are_other_trainings() -> None:
     assert found[: len(given)] == found[len(given) :] and len(set(found)) == len(given)
 
 
+def test_variables_have_the_values_that_engines_have() -> None:
+    """Those of the time when the job was made: a later run of a panel was of another loss than its one device."""
+    data, factor = (torch.zeros(4, 3), torch.zeros(4, 2)), 0.5
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return factor * (output - target).square().mean()
+
+    subject = Subject.of(lambda: nn.Linear(3, 2), data, loss, batch_size=2, steps=1)
+    before, factor = subject.settings(), 0.7
+    assert subject.settings() == before and "factor=0.5" in before["loss"]
+
+
 def test_a_rate_is_among_the_settings_and_the_line_of_a_lambda_is_not() -> None:
     """The line had the whole call, with its seed: runs of other seeds were of other optimizers."""
     data, loss = (torch.zeros(4, 3), torch.zeros(4, 2)), nn.functional.mse_loss

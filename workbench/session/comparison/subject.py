@@ -36,17 +36,14 @@ _NOT_SET = ("", "None", "False")
 
 @dataclass(frozen=True)
 class Subject:
-    """A job, the layers of its model, the shape of one sample of the model's first input, and descriptions of the
-    model, of what the optimizer trains with, and of the samples: checksums of the first and of some others.
+    """A job, the layers of its model, the shape of one sample of the model's first input, and texts that describe
+    model, optimizer, loss and samples. Variables that functions read may have other values later; engines have these.
     """
 
     job: Job
     layers: list[Layer]
     sample_shape: tuple[int, ...]
-    model_checksum: str
-    optimizer: str
-    optimizer_options: str
-    first_samples: str
+    texts: dict[str, str]
 
     @classmethod
     def of(
@@ -71,31 +68,29 @@ class Subject:
         job = Job(model_fn, dataset, loss_fn, optimizer_fn, batch_size, steps, **options)
         with undrawn():
             model = job.model()
-            described, optimizer = _checksum(repr(model)), job.optimizer(model)  # a mistake in it shows now
-            texts = _optimizer_text(job.optimizer_fn, optimizer), _options_text(optimizer)
+            texts = {"model": function_name(model_fn), "model_checksum": _checksum(repr(model))}
+            optimizer = job.optimizer(model)  # a mistake in it shows now
+            texts |= {"optimizer": _optimizer_text(optimizer_fn, optimizer)}
+            texts |= {"optimizer_options": _options_text(optimizer)}
+            texts |= {"loss": _described(loss_fn) or "the model's own", "count": _described(job.count) or "samples"}
             with all_seeded(0):  # samples that draw random numbers are the same for every comparison
                 batch = job.first_batch()
-            samples = f"{fingerprint(tree_leaves((batch.inputs, batch.targets)))} of {checksum_of(job.dataset)}"
-            return cls(job, describe_with_calls(model, batch), batch.sample_shape, described, *texts, samples)
+            first = fingerprint(tree_leaves((batch.inputs, batch.targets)))
+            texts |= {"first_samples": f"{first} of {checksum_of(job.dataset)}"}
+            return cls(job, describe_with_calls(model, batch), batch.sample_shape, texts)
 
     def settings(self) -> dict[str, Any]:
         """A description of the job, for tables and files."""
         job = self.job
         return {
-            "model": function_name(job.model_fn),
-            "model_checksum": self.model_checksum,
+            **self.texts,
             "num_parameters": count_parameters(self.layers),
             "batch_size": job.batch_size,
             "steps": job.num_steps,
-            "optimizer": self.optimizer,
-            "optimizer_options": self.optimizer_options,
-            "loss": _described(job.loss_fn) or "the model's own",
             "sample_shape": "x".join(map(str, self.sample_shape)) or "scalar",
             "num_samples": num_samples_of(job.dataset),
-            "first_samples": self.first_samples,
             "shuffle": job.shuffle,
             "drop_last": job.drop_last,
-            "count": _described(job.count) or "samples",
             "seed": job.seed,
         }
 
