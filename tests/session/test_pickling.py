@@ -89,6 +89,15 @@ def test_a_view_of_a_large_tensor_comes_back_with_a_cell_and_after_a_loss():
     assert isinstance(packed, bytes) and torch.equal(sent_values.unpack(packed, {})["rows"], view)
 
 
+def test_data_with_missing_values_are_the_same_on_all_ranks():
+    """A recovery said that they differ, and left them out."""
+    known, other = torch.tensor([1.0, torch.nan]), torch.tensor([2.0, torch.nan])
+    assert sent_values.is_same({"x": [known]}, {"x": [known.clone()]})
+    assert not any(
+        sent_values.is_same(known, each) for each in (other, known.double(), known[None], known.nan_to_num())
+    )
+
+
 def test_a_variable_that_cannot_be_pickled_is_named():
     with pytest.raises(SessionError, match=r"push data: the variable 'data', a generator, cannot be pickled \(cannot"):
         user_modules.pack_variables({"fine": 3, "data": (x for x in "ab")})

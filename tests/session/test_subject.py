@@ -64,6 +64,56 @@ def test_losses_with_other_options_are_other_losses() -> None:
     ]
 
 
+def pinball(q: float) -> Any:
+    return lambda output, target: torch.max(q * (target - output), (q - 1) * (target - output)).mean()
+
+
+def test_functions_that_read_other_values_are_other_trainings() -> None:
+    """Runs in a loop over quantiles or rates were one training: with two seeds one row of means, and drawn beside a one
+    device of another one.
+    """
+    data, loss, made = (torch.zeros(4, 3), torch.zeros(4, 2)), nn.functional.mse_loss, lambda: nn.Linear(3, 2)
+    given: list[Any] = [
+        (made, loss, None),
+        *((made, pinball(q), None) for q in (0.1, 0.9)),
+        *((made, lambda output, target, q=q: q * loss(output, target), None) for q in (0.1, 0.9)),
+        (made, lambda output, target: 0.2 * loss(output, target), None),
+        (made, lambda output, target: 0.3 * loss(output, target), None),
+        *((made, loss, lambda parameters, lr=lr: torch.optim.Adam(parameters, lr=lr)) for lr in (0.1, 0.2)),
+        *((lambda p=p: nn.Sequential(nn.Linear(3, 2), nn.Dropout(p)), loss, None) for p in (0.1, 0.2)),
+    ]
+    subjects = [
+        Subject.of(make, data, loss, optimizer_fn=optimizer_fn, batch_size=2, steps=1)
+        for make, loss, optimizer_fn in [*given, *given]
+    ]
+    found = [json.dumps(subject.settings()) for subject in subjects]
+    assert found[: len(given)] == found[len(given) :] and len(set(found)) == len(given)
+
+
+def test_variables_have_the_values_that_engines_have() -> None:
+    """Those of the time when the job was made: a later run of a panel was of another loss than its one device."""
+    data, factor = (torch.zeros(4, 3), torch.zeros(4, 2)), 0.5
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return factor * (output - target).square().mean()
+
+    subject = Subject.of(lambda: nn.Linear(3, 2), data, loss, batch_size=2, steps=1)
+    before, factor = subject.settings(), 0.7
+    assert subject.settings() == before and "factor=0.5" in before["loss"]
+
+
+def test_a_rate_is_among_the_settings_and_the_line_of_a_lambda_is_not() -> None:
+    """The line had the whole call, with its seed: runs of other seeds were of other optimizers."""
+    data, loss = (torch.zeros(4, 3), torch.zeros(4, 2)), nn.functional.mse_loss
+    subject = Subject.of(
+        partial(nn.Linear, 3, 2), data, loss, optimizer_fn=lambda p: torch.optim.SGD(p, lr=0.5), batch_size=2, steps=1
+    )
+    settings = subject.settings()
+    options = "lr=0.5, momentum=0, dampening=0, weight_decay=0"
+    assert (settings["model"], settings["optimizer"]) == ("Linear", f"SGD({options})")
+    assert settings["optimizer_options"] == options
+
+
 def scattered() -> nn.Module:
     """Its weights are drawn by torch, numpy and Python."""
     model = nn.Linear(3, 2)
@@ -140,3 +190,14 @@ def test_data_sets_of_one_size_and_shape_are_not_one() -> None:
     subjects = [Subject.of(lambda: nn.Linear(3, 2), data, nn.functional.mse_loss, **options) for data in sets]
     found = [subject.settings()["first_samples"] for subject in subjects]
     assert found[0] == found[2] and len(set(found)) == 4, found
+
+
+def test_folds_of_one_data_set_are_not_one() -> None:
+    """Most folds begin with the same samples, and have as many."""
+    x = torch.arange(60.0).reshape(20, 3)
+    kept = [[row for row in range(20) if row // 4 != fold] for fold in range(5)]
+    whole = torch.utils.data.TensorDataset(x, x[:, :2])
+    sets = [*((x[rows], x[rows, :2]) for rows in kept), *(torch.utils.data.Subset(whole, rows) for rows in kept)]
+    options: dict[str, Any] = {"batch_size": 2, "steps": 1}
+    subjects = [Subject.of(lambda: nn.Linear(3, 2), data, nn.functional.mse_loss, **options) for data in sets]
+    assert len({subject.settings()["first_samples"] for subject in subjects}) == len(sets)

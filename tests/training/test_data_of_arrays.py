@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,6 +35,20 @@ def test_what_all_samples_share_stays_plain(batch_size):
         assert torch.equal(found, words[:batch_size])
         for name, value in plain.items():
             assert type(value) is torch.Tensor and torch.equal(value, shared[name]), name
+
+
+def test_missing_values_in_what_all_samples_share_are_equal_on_all_ranks():
+    """Ranks had read ``nan and nan``, an error."""
+    columns = {"words": torch.ones(4, 3), "scale": torch.tensor([1.0, torch.nan, 2.0])}
+    samples = {"collate_fn": lambda found: {"words": torch.stack(found), "limit": float("nan")}}
+
+    def program():
+        known = next(iter(wb.GlobalDataLoader(columns, 4)))["scale"]
+        return known.nan_to_num(7.0).tolist(), next(iter(wb.GlobalDataLoader(list(columns["words"]), 4, **samples)))[
+            "limit"
+        ]
+
+    assert [(known, math.isnan(limit)) for known, limit in run_ranks(program, 2)] == [([1.0, 7.0, 2.0], True)] * 2
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -88,6 +105,22 @@ def test_lists_are_converted_once_and_arrays_keep_their_memory(monkeypatch):
     given, *rest = job.batches()
     assert given.inputs.tolist() == [[5, 5]] * 2
     assert len(others) == len(rest) == 2 and not any(converted)
+
+
+def test_tables_and_their_columns_are_arrays_by_their_rows():
+    """Tables, and columns whose index does not begin at 0, were an error about the shape of an object."""
+    rows = [3, 1, 4, 2]
+    table = pd.DataFrame({"a": range(6), "b": range(6), "y": [0, 1] * 3}).loc[rows]
+
+    def program():
+        inputs, targets = next(iter(wb.GlobalDataLoader((table[["a", "b"]].astype("float32"), table["y"]), 4)))
+        return value_on_all_ranks(inputs).tolist(), value_on_all_ranks(targets).tolist()
+
+    assert run_ranks(program, 2) == [([[row, row] for row in rows], [1, 1, 0, 0])] * 2
+    with pytest.raises(RunError, match=r"is a DataFrame of 4 rows.*positions name columns.*in a tuple"):
+        wb.GlobalDataLoader(table, 4)  # it read columns as samples
+    with pytest.raises(RunError, match="has a DataFrame beside its arrays"):
+        wb.GlobalDataLoader((table.astype(str), table["y"]), 4)
 
 
 def test_the_first_batch_does_not_wait_for_all_batches_of_the_epoch(monkeypatch):

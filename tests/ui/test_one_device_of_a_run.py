@@ -16,9 +16,10 @@ SETTINGS = {"model": "mlp", "num_parameters": 100, "optimizer": "SGD(lr=0.1)", "
 
 
 DATA = ("sample_shape", "num_samples", "first_samples", "shuffle", "drop_last", "count")
+OPTIONS = ("model_checksum", "optimizer_options")
 
 
-@pytest.mark.parametrize("other", [*SETTINGS, "loss", *DATA, "machine", "device", "threads"])
+@pytest.mark.parametrize("other", [*SETTINGS, "loss", *DATA, *OPTIONS, "machine", "device", "threads"])
 def test_a_run_that_one_device_has_not_trained_keeps_its_own_speed_up(baseline: RunRecord, other: str):
     truth = replace(baseline, settings=SETTINGS, samples_per_s=1e5)
     run = make_record("data", settings=SETTINGS | {other: "other"}, speedup=1.9)

@@ -56,6 +56,16 @@ def content_hash(local: torch.Tensor) -> int:
     return int.from_bytes(found.digest(), "little")
 
 
+def is_identical(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two plain tensors have the same dtype, shape and values; nan is equal to nan.
+
+    >>> is_identical(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]))
+    True
+    """
+    is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return is_alike and (torch.equal(one, other) or content_hash(one) == content_hash(other))
+
+
 @contextmanager
 def check_agreement() -> Iterator[None]:
     """In this context, plain tensors that meet global ones are compared over the ranks; ``WORKBENCH_CHECK=1`` does it

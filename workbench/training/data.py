@@ -51,9 +51,9 @@ class GlobalDataLoader:
     ranks. Each iteration over the loader is one epoch.
 
     Args:
-        dataset: all samples in arrays (a tuple or dict of them), or a map-style dataset of tensors, arrays or numbers,
-            or of tuples or dicts of them; or an iterable data set of such samples (``IterableDataset``, streamed
-            ``datasets``), which every rank reads whole, in its own order.
+        dataset: all samples in arrays or tables of pandas (a tuple or dict of them), or a map-style dataset of tensors,
+            arrays or numbers, or of tuples or dicts of them; or an iterable data set of such samples
+            (``IterableDataset``, streamed ``datasets``), which every rank reads whole, in its own order.
         batch_size: samples of a global batch, over all ranks.
         module: a parallelized module. Its strategy gives the layouts: inputs are split over the data axis of the first
             stage, targets over the data axis of the last. Targets are a tuple's last entry, or a dict's

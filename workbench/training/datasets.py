@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
@@ -29,9 +30,16 @@ def check_dataset(dataset: Any, collate_fn: Collate | None, call: str) -> None:
     """Raise if a data set does not give samples by position.
 
     Raises:
-        RunError: it has no positions, makes batches itself, or consists of arrays while ``collate_fn`` is given.
+        RunError: it has no positions, makes batches itself, is one table of all columns, or consists of arrays while
+            ``collate_fn`` is given.
     """
     kind = type(dataset).__name__
+    if hasattr(dataset, "__array__") and hasattr(dataset, "columns"):
+        raise RunError(
+            f"{call}: the data set is a {kind} of {len(dataset)} rows. Its positions name columns, but a sample "
+            "is a row. Give columns for inputs and targets in a tuple: (table[['a', 'b']].astype('float32'), "
+            "table['y']); or a dict from the names of the model's arguments to columns."
+        )
     if isinstance(dataset, DataLoader):
         more = "" if dataset.collate_fn is default_collate else ", collate_fn=loader.collate_fn"
         size = f" of {len(dataset.dataset)} samples" if hasattr(dataset.dataset, "__len__") else ""
@@ -150,14 +158,21 @@ def with_tensors(dataset: Any) -> Any:
     return _as_columns(dataset) if is_of_arrays(dataset) else dataset
 
 
+def is_table(value: Any) -> bool:
+    """Whether it is a table or a column of one, of pandas for example: numpy can read it, torch cannot."""
+    return hasattr(value, "__array__") and not isinstance(value, (torch.Tensor, np.ndarray))
+
+
 def _as_columns(value: Any) -> Any:
-    """The arrays of a data set as tensors. A list is an array too, with one entry per sample."""
+    """The arrays of a data set as tensors. A list is an array too, with one entry per sample, and so is what numpy can
+    read: tables of pandas, and their columns.
+    """
     if isinstance(value, Mapping):
         return {key: _as_columns(entry) for key, entry in value.items()}
     if isinstance(value, tuple):
         return of_kind(value, map(_as_columns, value))
     try:
-        return torch.as_tensor(value)
+        return torch.as_tensor(np.array(value) if is_table(value) else value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise RunError(
             f"the data set has a {type(value).__name__} beside its arrays, and torch cannot convert it: {error}. A "

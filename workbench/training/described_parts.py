@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from workbench.errors import LayoutError
+from workbench.tensors.agreement import is_identical
 from workbench.training.batches import TARGET_KEYS
 from workbench.training.sample_rows import may_count
 
@@ -47,8 +48,8 @@ class Shared:
             return other.may_be(self.value)
         mine, others = self.value, getattr(other, "value", None)
         if isinstance(mine, torch.Tensor) and isinstance(others, torch.Tensor):
-            return mine.dtype == others.dtype and torch.equal(mine, others)
-        return type(mine) is type(others) and mine == others
+            return is_identical(mine, others)
+        return type(mine) is type(others) and (mine == others or repr(mine) == repr(others))  # nan is equal to nan
 
 
 def describe_part(part: Any, num_rows: int, what: str, have_rows: Sequence[bool] | None) -> Any:

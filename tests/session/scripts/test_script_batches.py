@@ -9,6 +9,7 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,7 @@ class Sample(NamedTuple):
 
 
 SHARED, ROWS = torch.arange(4.0)[None], torch.arange(96.0).view(24, 4)
+TABLE = pd.DataFrame(ROWS.numpy(), index=range(5, 29))
 DATASETS: dict[str, tuple[Any, Any]] = {
     "one array": ((ROWS,), F.mse_loss),
     "a data set of one array": (TensorDataset(ROWS), F.mse_loss),
@@ -63,6 +65,8 @@ DATASETS: dict[str, tuple[Any, Any]] = {
     "a shared row": ((ROWS, SHARED, ROWS), F.mse_loss),
     "a dict with what is shared": ({"x": ROWS, "w": SHARED, "scale": 0.5, "labels": [0, 1] * 12}, F.mse_loss),
     "positions": ({"ids": ROWS, "positions": torch.arange(4), "labels": ROWS}, F.mse_loss),
+    "tables": ((TABLE, TABLE[0]), F.mse_loss),
+    "a dict of columns": ({"x": TABLE[[0, 2]], "labels": TABLE[1]}, F.mse_loss),
     "an encoding": (UserDict(x=ROWS, labels=ROWS), None),
     "encodings": ([UserDict(x=row, labels=row) for row in ROWS], None),
     "samples with lists of numbers": ([{"ids": [1, 2, 3], "mask": [[1], [0]], "label": i} for i in range(24)], None),

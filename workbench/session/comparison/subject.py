@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
+from zlib import crc32
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from workbench.core.presets import StrategyLike, strategy_of
@@ -18,25 +22,28 @@ from workbench.core.rows import Layer, count_parameters
 from workbench.core.strategy import Strategy
 from workbench.tensors.agreement import fingerprint
 from workbench.tensors.program_state import all_seeded, undrawn
-from workbench.tensors.reached_objects import OF_TORCH, PLAIN_VALUES
-from workbench.training.datasets import num_samples_of
+from workbench.tensors.reached_objects import OF_TORCH, PLAIN_VALUES, contents_of_cell, is_of_others
+from workbench.training.datasets import checksum_of, num_samples_of
 from workbench.training.runs.job import Job
 from workbench.training.traced_calls import describe_with_calls
 
 _MAX_LINES = 4
 """Of a function whose source describes the optimizer."""
+_MAX_LENGTH = 200
+"""Characters of a description; a longer one is a checksum."""
+_NOT_SET = ("", "None", "False")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A job, the layers of its model, the shape of one sample of the model's first input, and a checksum of the first
-    samples.
+    """A job, the layers of its model, the shape of one sample of the model's first input, and texts that describe
+    model, optimizer, loss and samples. Variables that functions read may have other values later; engines have these.
     """
 
     job: Job
     layers: list[Layer]
     sample_shape: tuple[int, ...]
-    first_samples: str
+    texts: dict[str, str]
 
     @classmethod
     def of(
@@ -61,28 +68,29 @@ class Subject:
         job = Job(model_fn, dataset, loss_fn, optimizer_fn, batch_size, steps, **options)
         with undrawn():
             model = job.model()
-            job.optimizer(model)  # a mistake in it shows now
+            texts = {"model": function_name(model_fn), "model_checksum": _checksum(repr(model))}
+            optimizer = job.optimizer(model)  # a mistake in it shows now
+            texts |= {"optimizer": _optimizer_text(optimizer_fn, optimizer)}
+            texts |= {"optimizer_options": _options_text(optimizer)}
+            texts |= {"loss": _described(loss_fn) or "the model's own", "count": _described(job.count) or "samples"}
             with all_seeded(0):  # samples that draw random numbers are the same for every comparison
                 batch = job.first_batch()
-            checksum = fingerprint(tree_leaves((batch.inputs, batch.targets)))
-            return cls(job, describe_with_calls(model, batch), batch.sample_shape, checksum)
+            first = fingerprint(tree_leaves((batch.inputs, batch.targets)))
+            texts |= {"first_samples": f"{first} of {checksum_of(job.dataset)}"}
+            return cls(job, describe_with_calls(model, batch), batch.sample_shape, texts)
 
     def settings(self) -> dict[str, Any]:
         """A description of the job, for tables and files."""
         job = self.job
         return {
-            "model": getattr(job.model_fn, "__name__", type(job.model_fn).__name__),
+            **self.texts,
             "num_parameters": count_parameters(self.layers),
             "batch_size": job.batch_size,
             "steps": job.num_steps,
-            "optimizer": _optimizer_text(job.optimizer_fn),
-            "loss": _loss_text(job.loss_fn),
             "sample_shape": "x".join(map(str, self.sample_shape)) or "scalar",
             "num_samples": num_samples_of(job.dataset),
-            "first_samples": self.first_samples,
             "shuffle": job.shuffle,
             "drop_last": job.drop_last,
-            "count": function_name(job.count) or "samples",
             "seed": job.seed,
         }
 
@@ -104,33 +112,100 @@ def function_name(function: Any) -> str:
     return "" if function is None else getattr(function, "__name__", type(function).__name__)
 
 
-def _loss_text(loss_fn: Any) -> str:
-    """The name of the loss, with the options of a partial or of a module: others make another loss. Of class weights
-    and other tensors it has a checksum.
+def _described(function: Any) -> str:
+    """The name of a function, with what makes it another one: the options of a partial or of an object, and of a
+    function of the program a checksum of its code, and the variables that it reads. Empty for None.
     """
-    own = dict(loss_fn.keywords) if isinstance(loss_fn, partial) else {}
-    if isinstance(loss_fn, nn.Module):
-        own = {**vars(loss_fn), **dict(loss_fn.named_buffers())}
-    values = {name: value for name, value in own.items() if name not in OF_TORCH}
-    options = {name: repr(value) for name, value in values.items() if type(value) in PLAIN_VALUES}
-    options |= {name: fingerprint([value]) for name, value in values.items() if isinstance(value, Tensor)}
-    texts = ", ".join(f"{name}={text}" for name, text in options.items())
-    name = function_name(loss_fn) or "the model's own"
+    name, own = function_name(function), dict[str, Any]()
+    while isinstance(function, partial):
+        own = {**{str(place): value for place, value in enumerate(function.args)}, **function.keywords, **own}
+        function = function.func
+    if isinstance(function, FunctionType):
+        if not is_of_others(function):  # type: ignore[arg-type]
+            codes = list(_codes(function.__code__))
+            name += f"#{_checksum([(code.co_code, _constants(code), code.co_names) for code in codes])}"
+            own = {**_variables(function, codes), **own}
+    elif not isinstance(function, (type, BuiltinFunctionType)):
+        buffers = dict(function.named_buffers()) if isinstance(function, nn.Module) else {}
+        own = {**getattr(function, "__dict__", {}), **buffers, **own}
+    options = {key: text for key, value in own.items() if key not in OF_TORCH and (text := _option(value))}
+    texts = _shortened(", ".join(f"{key}={text}" for key, text in options.items()))
     return f"{name}({texts})" if texts else name
 
 
-def _optimizer_text(optimizer_fn: Any) -> str:
-    """The optimizer's source, if it is a function of a few lines; else its name."""
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _constants(code: CodeType) -> list[Any]:
+    plain = [constant for constant in code.co_consts if not isinstance(constant, CodeType)]
+    return [sorted(map(repr, one)) if isinstance(one, frozenset) else one for one in plain]
+
+
+def _variables(function: FunctionType, codes: list[CodeType]) -> dict[str, Any]:
+    """The variables of a function that are set before it is called: its module's that its code reads, those around it,
+    and its defaults.
+    """
+    steps = (step for code in codes for step in dis.get_instructions(code))
+    read = sorted({step.argval for step in steps if step.opname == "LOAD_GLOBAL"})
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {
+        **{name: function.__globals__[name] for name in read if name in function.__globals__},
+        **{name: value for name, cell in cells for value in contents_of_cell(cell)},
+        **{name: given.default for name, given in inspect.signature(function).parameters.items()},
+    }
+
+
+def _option(value: Any) -> str:
+    """A plain value, or a tensor's checksum; empty for any other."""
+    if isinstance(value, Tensor):
+        return fingerprint([value])
+    leaves = tree_leaves(value, is_leaf=lambda part: not isinstance(part, (tuple, list, dict)))
+    return _shortened(repr(value)) if all(type(leaf) in PLAIN_VALUES for leaf in leaves) else ""
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_LENGTH else f"#{_checksum(text)}"
+
+
+def _checksum(value: Any) -> str:
+    """Of a value's text, without addresses: these are others in every process."""
+    return f"{crc32(_without_addresses(value).encode()):08x}"
+
+
+def _without_addresses(value: Any) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", value if isinstance(value, str) else repr(value))
+
+
+def _optimizer_text(optimizer_fn: Any, made: Optimizer) -> str:
+    """The optimizer's source, if it is a function of a few lines; else its name. A lambda has what it has made: its
+    source is all of the line, with the call that it is given to.
+    """
     if optimizer_fn is None:
         return "SGD(lr=0.1, momentum=0.9)"
     if not hasattr(optimizer_fn, "__qualname__"):
-        return re.sub(r" at 0x[0-9a-f]+", "", repr(optimizer_fn))  # another one in every process
+        return _without_addresses(optimizer_fn)
+    if optimizer_fn.__name__ == "<lambda>":
+        return f"{type(made).__name__}({_options_text(made)})"
     if inspect.isfunction(optimizer_fn):
         with suppress(OSError):
             source = inspect.getsource(optimizer_fn).strip()
             if source.count("\n") < _MAX_LINES:
                 return source
     return f"{optimizer_fn.__module__}.{optimizer_fn.__qualname__}"
+
+
+def _options_text(optimizer: Optimizer) -> str:
+    """The options of an optimizer's groups of parameters, such as the learning rate, those of equal groups once."""
+    texts = []
+    for group in optimizer.param_groups:
+        options = {name: _option(value) for name, value in group.items() if name != "params"}
+        texts.append(", ".join(f"{name}={text}" for name, text in options.items() if text not in _NOT_SET))
+    return _shortened("; ".join(dict.fromkeys(texts)))
 
 
 __all__ = ["StrategyLike", "Subject", "function_name"]

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.session import pickling, protocol
+from workbench.tensors.agreement import is_identical
 from workbench.tensors.global_tensor import GlobalTensor, plain
 from workbench.training.saving.parts import kind_of
 
@@ -93,8 +94,7 @@ def _is_same(one: Any, other: Any) -> bool:
 def _is_same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
     specs = [(each._spec.layout, each._spec.shape) for each in (one, other) if isinstance(each, GlobalTensor)]
     one, other = plain(one.detach()), plain(other.detach())
-    is_alike = (one.dtype, one.device, specs[:1]) == (other.dtype, other.device, specs[1:])
-    return is_alike and torch.equal(one, other)
+    return (one.device, specs[:1]) == (other.device, specs[1:]) and is_identical(one, other)
 
 
 def renewed(value: Any, namespace: Mapping[str, Any]) -> Any:

@@ -292,7 +292,7 @@ def _has_lists(recipe: Recipe) -> bool:
 
 def _columns(recipe: Recipe) -> dict[str, str]:
     """How the script takes samples: what it keeps, what has a row for each, and how a part of a batch is made."""
-    from workbench.training.datasets import columns_of, num_samples_of
+    from workbench.training.datasets import columns_of, is_table, num_samples_of
 
     name = recipe.dataset_text
     collate = ", collate_fn=collate_fn" if recipe.collate_text or _has_lists(recipe) else ""
@@ -305,15 +305,17 @@ def _columns(recipe: Recipe) -> dict[str, str]:
     texts = {key: quoted(str(key)) if is_dict else str(key) for key in named}
     cut = [key for key, column in named.items() if column.dim() and len(column) == num_samples]
     shared = [texts[key] for key in named if key not in cut]
+    given = recipe.samples.values() if is_dict else recipe.samples
+    tensor = f"torch.as_tensor({'np.array(column)' if any(map(is_table, given)) else 'column'})"
     if is_dict:
-        kept = f"{{name: torch.as_tensor(column) for name, column in {name}.items()}}"
+        kept = f"{{name: {tensor} for name, column in {name}.items()}}"
         lines = ["for rows in own:", "    yield {name: column[rows] for name, column in samples.items()}"]
         if shared:
             lines = [f"shared = [{', '.join(shared)}]  # goes whole to each batch", lines[0]]
             lines += ["    cut = {name: samples[name][rows] for name in samples if name not in shared}"]
             lines += ["    yield {**samples, **cut}"]
     else:
-        kept = f"[torch.as_tensor(column) for column in {name}]"
+        kept = f"[{tensor} for column in {name}]"
         entries = ", ".join(f"samples[{key}]" + "[rows]" * (key in cut) for key in named)
         lines = ["for rows in own:", f"    yield [{entries if shared else 'column[rows] for column in samples'}]"]
     made = "\n        ".join(lines)

@@ -43,7 +43,8 @@ def reject_value_read(name: str, frame: FrameType | None, what: str = "the value
     raise CaptureError(
         f"capture: {name}: {what}{where}. A replay runs the recorded operators and no "
         "Python, so what the code does with values would stay as it was. Return the tensor and read it outside of "
-        "the captured function, or decide with torch.where."
+        "the captured function, or decide with torch.where. Distributions of torch do not read after "
+        "Distribution.set_default_validate_args(False)."
     )
 
 

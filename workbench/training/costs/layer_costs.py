@@ -146,7 +146,8 @@ def _count(
         raise StrategyError(
             f"layer_costs({type(module).__name__}): {error.func} reads values of tensors {counter.where()}. Costs are "
             "counted without values: compute it from shapes, or outside of forward. If it is the model's own loss, "
-            "leave the labels out of inputs, or pass the loss as loss_fn."
+            "leave the labels out of inputs, or pass the loss as loss_fn. Distributions of torch do not "
+            "read after Distribution.set_default_validate_args(False)."
         ) from error
     except Exception as error:  # the model's own code may raise anything
         where = counter.where() if output is None else "in the loss"

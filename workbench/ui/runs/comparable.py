@@ -9,12 +9,14 @@ from workbench.core.metrics import RunRecord
 
 _TASK = {
     "model": "model",
+    "model_checksum": "checksum of the layers",
     "num_parameters": "number of parameters",
     "optimizer": "optimizer",
+    "optimizer_options": "options of the optimizer",
     "loss": "loss",
     "sample_shape": "shape of a sample",
     "num_samples": "number of samples",
-    "first_samples": "checksum of the first samples",
+    "first_samples": "checksum of some samples",
     "shuffle": "shuffle",
     "drop_last": "drop_last",
     "count": "count of terms",
