@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import workbench as wb
 from tests.pipeline.test_placeholder_forward import ROWS, Block, Model
@@ -122,3 +123,41 @@ def test_hooks_of_parameters_are_called_on_every_rank_for_every_micro_batch():
         return calls
 
     assert run_ranks(program, 3) == [["hook"] * 4] * 3
+
+
+def test_hooks_of_all_modules_are_called_in_every_micro_batch():
+    torch.manual_seed(0)
+    one = Model(Block).eval()
+    models = [copy.deepcopy(one) for _ in range(3)]
+    inputs, targets = torch.randn(6, 8), torch.arange(6) % 4
+
+    def scaled(model, run):
+        """Under a hook that also halves what layers inside of blocks return; (loss, calls, gradients)."""
+        names, calls = {id(part): name for name, part in model.named_modules() if isinstance(part, nn.Linear)}, []
+
+        def halve(module, args, output):
+            if id(module) not in names:  # the other ranks are threads
+                return None
+            calls.append(names[id(module)])
+            return output / 2
+
+        handle = register_module_forward_hook(halve)
+        loss = run(model)
+        handle.remove()
+        return loss, calls, [whole(parameter.grad) for parameter in model.parameters()]
+
+    def micro_batches(model):
+        losses = [F.cross_entropy(model(x), y) / 2 for x, y in zip(inputs.split(3), targets.split(3), strict=True)]
+        sum(losses).backward()
+        return sum(losses).item()
+
+    def program(rank):
+        model = wb.parallelize(models[rank], ROWS)
+        wb.forward_backward(model, F.cross_entropy, inputs, targets)  # calls of blocks are recorded
+        model.zero_grad()
+        return scaled(model, lambda model: wb.forward_backward(model, F.cross_entropy, inputs, targets).item())
+
+    loss, calls, grads = scaled(one, micro_batches)
+    for found_loss, found_calls, found_grads in run_ranks(program, 3):
+        assert found_calls == calls and found_loss == pytest.approx(loss, rel=1e-5)
+        torch.testing.assert_close(found_grads, grads, rtol=1e-4, atol=1e-6)
