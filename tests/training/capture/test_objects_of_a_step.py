@@ -1,9 +1,11 @@
 """A captured step is recorded anew when a number changes that it reads from an object that it gets or names."""
 
+import copy
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 import workbench as wb
 from tests.training.capture.captured_runs import Trainer
@@ -34,3 +36,41 @@ def test_numbers_of_objects_that_the_step_gets_or_names(name, monkeypatch):
         assert (captured.num_recordings, captured.num_replays) == (2, 3)
 
     run_ranks(program, 1)
+
+
+class Steering:
+    """A hook that adds a vector to what a layer returns."""
+
+    def __init__(self):
+        self.strength, self.vector = 1.0, torch.arange(4.0)
+
+    def __call__(self, module, args, output):
+        return output + self.strength * self.vector
+
+    def before(self, module, args):
+        return (self(module, (), args[0]),)
+
+
+HOOKS = {
+    "object": lambda layer, steering: layer.register_forward_hook(steering),
+    "method": lambda layer, steering: layer.register_forward_pre_hook(steering.before),
+    "function": lambda layer, steering: layer.register_forward_hook(lambda *call: steering(*call)),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_numbers_of_objects_that_a_hook_gets_or_names(name):
+    layer = nn.Linear(4, 4)
+
+    def program():
+        module, steering = wb.parallelize(nn.Sequential(copy.deepcopy(layer), nn.Tanh()), "*: data"), Steering()
+        HOOKS[name](module[0], steering)
+        captured, x = wb.capture(lambda x: module(x).detach()), torch.arange(12.0).reshape(3, 4)
+        for attribute, value in (("strength", 2.0), ("vector", -steering.vector)):
+            for _ in range(3):
+                captured(x)
+            setattr(steering, attribute, value)
+            assert torch.equal(captured(x).full_tensor(), module(x).full_tensor())
+        assert (captured.num_recordings, captured.num_replays) == (2, 3)
+
+    run_ranks(program, 2)

@@ -19,7 +19,7 @@ from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, wrap
 from workbench.tensors.program_state import numbers_drawn
 from workbench.tensors.reached_objects import OF_ALL_MODULES
-from workbench.training.capture.read_numbers import Key, change_of, is_number, numbers_of, objects_of
+from workbench.training.capture.read_numbers import Key, change_of, is_number, named_by, numbers_of, objects_of
 from workbench.training.strategies.state import STATE
 
 
@@ -93,8 +93,9 @@ class Guards:
         return [*self._parameters, *(buffer for buffer in buffers if buffer is not None)]
 
     def objects(self, others: Iterable[Any]) -> list[Any]:
-        """The objects that the modules and ``others`` have now."""
-        return objects_of(self._parts.values(), others)
+        """The objects that the modules and ``others`` have now, and those that hooks of the modules name."""
+        named = (named_by(hook) for held in self._hooks for hook in held.values())
+        return objects_of(self._parts.values(), chain(others, *named))
 
     def numbers_drawn(self, objects: Iterable[Any]) -> list[Any]:
         """What changes when the step draws numbers of Python or numpy, also of generators that modules have."""
