@@ -161,3 +161,18 @@ def test_hooks_of_all_modules_are_called_in_every_micro_batch():
     for found_loss, found_calls, found_grads in run_ranks(program, 3):
         assert found_calls == calls and found_loss == pytest.approx(loss, rel=1e-5)
         torch.testing.assert_close(found_grads, grads, rtol=1e-4, atol=1e-6)
+
+
+def test_what_a_hook_has_kept_of_several_stages_per_rank_is_no_input_after_the_step():
+    """Ranks waited for each other: each has such a tensor from its last stage."""
+    models = [make() for _ in range(2)]
+
+    def program(rank):
+        model, kept = wb.parallelize(models[rank], "0: data@0; 1: data@1; 3: data@2; 4: data@3 | 2x1x1 interleaved"), []
+        model[3].register_forward_hook(lambda module, args, output: kept.append(output.detach()))
+        with torch.no_grad():
+            wb.evaluate(model, torch.ones(2, 6, dtype=torch.float64))
+            model[4](kept[-1]).full_tensor()
+
+    with pytest.raises(StrategyError, match=r"outside of the step that made the tensor.*in a hook.*1f1b"):
+        run_ranks(program, 2)

@@ -48,6 +48,7 @@ class StageRank:
         self._in_use, self._own_layouts = state.in_use, state.layouts
         self.world = World(own, len(numbering.rank_of), rank_world.device, transport)
         self.world.traffic, self.world.rank_of = rank_world.traffic, numbering.rank_of
+        transport.context = self.world.context
         self.world.context.checks_agreement = False  # the check compares over all ranks
         self.world.num_rebuilds = rank_world.num_rebuilds
         self._layouts = _renumbered_layouts(state.layouts, self.world, numbering)
