@@ -130,11 +130,13 @@ class StageTransport(Transport):
     def _take(self, source: int, tag: int, header: str) -> torch.Tensor:
         waiting = self.queues.get((source, self.own, tag))
         if not waiting:
-            if torch._C._current_graph_task_id() >= 0:  # only a block that runs again takes what is not sent
+            if torch._C._current_graph_task_id() >= 0:
                 raise StrategyError(
-                    f"recompute: a block on rank {self.rank_of[self.own]} takes a tensor of another of its stages and "
-                    f"would ask for it again in its second run ({header}), when that stage does not run. Leave "
-                    "recompute out, or use a schedule with 1 stage per rank: 1f1b, zero_bubble, gpipe."
+                    f"{header}: a backward on rank {self.rank_of[self.own]} takes a tensor of another of its stages, "
+                    "which does not run now. A block that runs again asks for what it took in its forward, and a plain "
+                    "tensor with a gradient that is no leaf (inputs with requires_grad) for the terms of all stages. "
+                    "Leave recompute out, give inputs without a gradient, or use a schedule with 1 stage per rank: "
+                    "1f1b, zero_bubble, gpipe."
                 )
             raise CollectiveAborted(
                 f"{header}: rank {self.rank_of[self.own]} would wait for itself: the stage that sends this runs "
