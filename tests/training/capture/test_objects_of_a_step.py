@@ -74,3 +74,39 @@ def test_numbers_of_objects_that_a_hook_gets_or_names(name):
         assert (captured.num_recordings, captured.num_replays) == (2, 3)
 
     run_ranks(program, 2)
+
+
+class Damping:
+    """Hooks that scale a gradient."""
+
+    def __init__(self):
+        self.factor = 0.5
+
+    def of_gradient(self, gradient):
+        return gradient * self.factor
+
+    def of_parameter(self, parameter):
+        parameter.grad.mul_(self.factor)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_numbers_of_objects_that_a_hook_of_a_parameter_gets(kind):
+    layer = nn.Linear(4, 4)
+
+    def program():
+        module, damping = wb.parallelize(copy.deepcopy(layer), "*: data"), Damping()
+        hook = damping.of_gradient if kind == "register_hook" else damping.of_parameter
+        getattr(module.weight, kind)(hook)
+
+        def step(x):
+            module.weight.grad = None
+            module(x).square().mean().backward()
+            return module.weight.grad.detach()
+
+        captured, x = wb.capture(step), torch.arange(12.0).reshape(3, 4)
+        for _ in range(3):
+            before = captured(x).full_tensor()
+        damping.factor = 2.0
+        torch.testing.assert_close(captured(x).full_tensor(), before * 4)
+
+    run_ranks(program, 2)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from workbench.errors import CaptureError
+from workbench.tensors.dispatch.hooks import hooks_of
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, wrap
 from workbench.tensors.program_state import numbers_drawn
 from workbench.tensors.reached_objects import OF_ALL_MODULES
@@ -93,9 +94,9 @@ class Guards:
         return [*self._parameters, *(buffer for buffer in buffers if buffer is not None)]
 
     def objects(self, others: Iterable[Any]) -> list[Any]:
-        """The objects that the modules and ``others`` have now, and those that hooks of the modules name."""
-        named = (named_by(hook) for held in self._hooks for hook in held.values())
-        return objects_of(self._parts.values(), chain(others, *named))
+        """The objects that the modules and ``others`` have now, and those that hooks of modules and parameters name."""
+        hooks = chain(*(held.values() for held in self._hooks), *map(hooks_of, self._parameters))
+        return objects_of(self._parts.values(), chain(others, *map(named_by, hooks)))
 
     def numbers_drawn(self, objects: Iterable[Any]) -> list[Any]:
         """What changes when the step draws numbers of Python or numpy, also of generators that modules have."""
