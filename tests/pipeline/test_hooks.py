@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import workbench as wb
 from tests.pipeline.test_placeholder_forward import ROWS, Block, Model
@@ -122,3 +123,56 @@ def test_hooks_of_parameters_are_called_on_every_rank_for_every_micro_batch():
         return calls
 
     assert run_ranks(program, 3) == [["hook"] * 4] * 3
+
+
+def test_hooks_of_all_modules_are_called_in_every_micro_batch():
+    torch.manual_seed(0)
+    one = Model(Block).eval()
+    models = [copy.deepcopy(one) for _ in range(3)]
+    inputs, targets = torch.randn(6, 8), torch.arange(6) % 4
+
+    def scaled(model, run):
+        """Under a hook that also halves what layers inside of blocks return; (loss, calls, gradients)."""
+        names, calls = {id(part): name for name, part in model.named_modules() if isinstance(part, nn.Linear)}, []
+
+        def halve(module, args, output):
+            if id(module) not in names:  # the other ranks are threads
+                return None
+            calls.append(names[id(module)])
+            return output / 2
+
+        handle = register_module_forward_hook(halve)
+        loss = run(model)
+        handle.remove()
+        return loss, calls, [whole(parameter.grad) for parameter in model.parameters()]
+
+    def micro_batches(model):
+        losses = [F.cross_entropy(model(x), y) / 2 for x, y in zip(inputs.split(3), targets.split(3), strict=True)]
+        sum(losses).backward()
+        return sum(losses).item()
+
+    def program(rank):
+        model = wb.parallelize(models[rank], ROWS)
+        wb.forward_backward(model, F.cross_entropy, inputs, targets)  # calls of blocks are recorded
+        model.zero_grad()
+        return scaled(model, lambda model: wb.forward_backward(model, F.cross_entropy, inputs, targets).item())
+
+    loss, calls, grads = scaled(one, micro_batches)
+    for found_loss, found_calls, found_grads in run_ranks(program, 3):
+        assert found_calls == calls and found_loss == pytest.approx(loss, rel=1e-5)
+        torch.testing.assert_close(found_grads, grads, rtol=1e-4, atol=1e-6)
+
+
+def test_what_a_hook_has_kept_of_several_stages_per_rank_is_no_input_after_the_step():
+    """Ranks waited for each other: each has such a tensor from its last stage."""
+    models = [make() for _ in range(2)]
+
+    def program(rank):
+        model, kept = wb.parallelize(models[rank], "0: data@0; 1: data@1; 3: data@2; 4: data@3 | 2x1x1 interleaved"), []
+        model[3].register_forward_hook(lambda module, args, output: kept.append(output.detach()))
+        with torch.no_grad():
+            wb.evaluate(model, torch.ones(2, 6, dtype=torch.float64))
+            model[4](kept[-1]).full_tensor()
+
+    with pytest.raises(StrategyError, match=r"outside of the step that made the tensor.*in a hook.*1f1b"):
+        run_ranks(program, 2)

@@ -203,3 +203,27 @@ def test_gradients_without_a_history_run_where_a_rank_has_one_stage(schedule):
     for grads in run_ranks(program, 2):
         for grad, parameter in zip(grads, truth.parameters(), strict=True):
             torch.testing.assert_close(grad, parameter.grad)
+
+
+@pytest.mark.parametrize(
+    ("replace", "lies"),
+    [
+        (lambda model: nn.Parameter(torch.ones(4, 4)), "a plain tensor"),
+        (lambda model: nn.Parameter(model[0].weight.detach().clone()), r"B on cpu:\[0\]"),  # unties it
+    ],
+)
+def test_a_parameter_that_came_after_the_strategy_is_named(replace, lies):
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    rows = "0: data; 1: data@1; 2: data@2; 3: data@3 | 2x1x1 mb=2 interleaved"
+
+    def program():
+        model = wb.parallelize(copy.deepcopy(layers), rows)
+        model[3].weight = replace(model)
+        with pytest.raises(
+            StrategyError, match=rf"^3\.weight: its layer is in stage 3, on ranks \[1\].*lies as {lies}"
+        ):
+            wb.forward_backward(model, F.mse_loss, torch.ones(4, 4), torch.ones(4, 4))
+        wb.parallelize(model, rows)
+        wb.forward_backward(model, F.mse_loss, torch.ones(4, 4), torch.ones(4, 4))
+
+    run_ranks(program)

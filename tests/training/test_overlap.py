@@ -172,6 +172,18 @@ def test_layers_that_compute_something_else_are_left_whole():
         torch.testing.assert_close(found, truth, atol=1e-5, rtol=1e-4)
 
 
+def test_weights_that_came_as_plain_tensors_are_multiplied_whole():
+    def program():
+        model = wb.parallelize(copy.deepcopy(PAIR), "*: model | overlap=2")
+        model.load_state_dict(copy.deepcopy(PAIR.state_dict()), assign=True)
+        model(ROWS).square().sum().backward()
+        return [whole(p.grad) if isinstance(p.grad, wb.GlobalTensor) else p.grad for p in model.parameters()]
+
+    truth = torch.autograd.grad(PAIR(ROWS).square().sum(), [*PAIR.parameters()])
+    for found in run_ranks(program, 2):
+        torch.testing.assert_close(found, [*truth], atol=1e-4, rtol=1e-4)
+
+
 def test_another_strategy_gives_the_layer_its_own_forward_back():
     def program():
         model = wb.parallelize(copy.deepcopy(PAIR), "*: model | overlap=2")

@@ -12,6 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 from workbench.tensors.global_tensor import GlobalTensor
 
@@ -19,6 +25,10 @@ OF_TORCH = frozenset(nn.Module().__dict__)
 """Attributes that every module has."""
 _HOOKS = tuple(sorted(name for name in OF_TORCH if name.startswith(("_forward_", "_backward_"))))
 """Those in which it has its hooks. A forward may add some, and note that it has: ``transformers`` do."""
+OF_ALL_MODULES: tuple[dict[int, Any], ...] = (
+    _global_forward_pre_hooks, _global_forward_hooks, _global_backward_pre_hooks, _global_backward_hooks,
+)  # fmt: skip
+"""Hooks of all modules, by number: ``register_module_forward_hook`` and its like."""
 HOLDERS = (list, dict, set, deque)
 PLAIN_VALUES = frozenset({bool, int, float, str, bytes, type(None)})
 _OTHERS_CODE = frozenset({"builtins", "torch", "numpy", "workbench"})

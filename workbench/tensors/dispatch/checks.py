@@ -20,6 +20,11 @@ from workbench.tensors.patch_table import patch
 from workbench.tensors.tensor_state import forget_memory, separate_views
 from workbench.transport.user_code import name_in_user_code
 
+OF_OBSERVERS = (
+    "Observers of torch.ao.quantization get their shapes from a batch: call the plain module once, before "
+    "wb.parallelize."
+)
+
 
 def argument_text(func: Callable[..., Any], args: Any, kwargs: Any, tensor: Any) -> str:
     """``"argument 2 (weight)"`` for the argument that is ``tensor`` or holds it; counted from one."""
@@ -101,8 +106,12 @@ def refuse_out(func: Callable[..., Any], problem: str, fix: str) -> NoReturn:
 
 
 @handler("resize_", "resize_as_", "as_strided_")
-def _refuse_new_storage(func: Any, args: Any, kwargs: Any) -> NoReturn:
+def _refuse_new_storage(func: Any, args: Any, kwargs: Any) -> Any:
+    """Raise, unless the shape stays."""
     name, target = func.__name__, args[0]
+    sizes = args[1:] if len(args) != 2 or isinstance(args[1], int) else args[1]
+    if name == "resize_" and not kwargs and isinstance(target, GlobalTensor) and target._spec.shape == tuple(sizes):
+        return target
     if not isinstance(target, GlobalTensor):
         raise LayoutError(
             f"{name}: argument 1 (self) is a plain tensor and another argument is a global one, whose shard is not the "
@@ -111,7 +120,7 @@ def _refuse_new_storage(func: Any, args: Any, kwargs: Any) -> NoReturn:
     raise LayoutError(
         f"{name}: argument 1 (self) lies as {target._spec.layout} with shape {tuple(target._spec.shape)}. The function "
         "gives a tensor other storage or strides, and the shards of a global tensor have their own. Make a new tensor: "
-        "wb.empty(..., placement=x.placement, sbp=x.sbp)."
+        f"wb.empty(..., placement=x.placement, sbp=x.sbp). {OF_OBSERVERS}"
     )
 
 

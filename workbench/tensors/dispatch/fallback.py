@@ -16,6 +16,7 @@ from workbench.errors import LayoutError
 from workbench.tensors import default_generator
 from workbench.tensors.boxing.box import box, box_implicitly
 from workbench.tensors.dispatch.aliasing import remember_copies, remember_placeholder_base
+from workbench.tensors.dispatch.checks import OF_OBSERVERS
 from workbench.tensors.dispatch.placeholder_calls import (
     outputs_info,
     recipe_of,
@@ -72,6 +73,7 @@ def _run_whole(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> 
         with local_torch():
             result = func(*args, **kwargs)
         _refuse_sparse(result, plan.name.folded)
+        _refuse_resized(whole, plan.name.folded)
         result = _wrap_broadcast(result, plan.world, layout, operands, whole, plan.copies_view)
     for operand, copy, version in zip(operands, whole, versions, strict=False):
         _write_back(operand, copy, version, plan.name.folded)
@@ -112,6 +114,17 @@ def _refuse_sparse(result: Any, function: str) -> None:
                 f"{function}: the result of shape {tuple(leaf.shape)} is sparse; global tensors are strided. Make it "
                 "of plain values, x.full_tensor().to_sparse(): it stays plain, and products with global ones take it."
             )
+
+
+def _refuse_resized(whole: Sequence[GlobalTensor], function: str) -> None:
+    """A function may give its operands other shapes, as torch's fused fake quantization does its scales."""
+    with local_torch():
+        found = next(((t._spec, tuple(t.shape)) for t in whole if tuple(t.shape) != t._spec.shape), None)
+    if found is not None:
+        raise LayoutError(
+            f"{function}: it has given an operand that lies as {found[0].layout} the shape {found[1]} in place of "
+            f"{found[0].shape}. A layout goes with a shape, and other ranks hear of none. {OF_OBSERVERS}"
+        )
 
 
 def _is_size(node: Any) -> bool:

@@ -129,13 +129,13 @@ class AfterAccumulation:
     number: int
 
     def __init__(self, hook: Callable[[Any], None]) -> None:
-        self._hook = hook
+        self.__wrapped__ = hook
 
     def __call__(self, leaf: GlobalTensor) -> None:
         world = leaf._spec.world
         running = world.context.running
         waiting = _behind_this_backward(world) if running is None else running.hooks
-        waiting[self.number] = partial(self._hook, leaf)
+        waiting[self.number] = partial(self.__wrapped__, leaf)
 
 
 class _Waiting(dict[int, Callable[[], None]]):

@@ -13,24 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    _global_backward_hooks,
-    _global_backward_pre_hooks,
-    _global_forward_hooks,
-    _global_forward_pre_hooks,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from workbench.errors import CaptureError
+from workbench.tensors.dispatch.hooks import hooks_of
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, wrap
 from workbench.tensors.program_state import numbers_drawn
-from workbench.training.capture.read_numbers import Key, change_of, is_number, numbers_of, objects_of
+from workbench.tensors.reached_objects import OF_ALL_MODULES
+from workbench.training.capture.read_numbers import Key, change_of, is_number, named_by, numbers_of, objects_of
 from workbench.training.strategies.state import STATE
-
-_OF_ALL_MODULES: tuple[dict[int, Any], ...] = (
-    _global_forward_pre_hooks, _global_forward_hooks, _global_backward_pre_hooks, _global_backward_hooks,
-)  # fmt: skip
-"""Hooks of all modules, by number."""
 
 
 @contextmanager
@@ -85,7 +76,7 @@ class Guards:
                 tuple([part.training for part in self._parts.values()]),
                 tuple([parameter.requires_grad for parameter in self._parameters]),
                 tuple(chain.from_iterable(self._hooks)),  # their numbers, which torch gives once
-                tuple([number for held in _OF_ALL_MODULES for number, hook in [*held.items()] if not _is_own(hook)]),
+                tuple([number for held in OF_ALL_MODULES for number, hook in [*held.items()] if not _is_own(hook)]),
                 # on their gradients, and behind their accumulation
                 tuple([(*(p._backward_hooks or ()), *(p._post_accumulate_grad_hooks or ())) for p in self._parameters]),
             )
@@ -103,8 +94,9 @@ class Guards:
         return [*self._parameters, *(buffer for buffer in buffers if buffer is not None)]
 
     def objects(self, others: Iterable[Any]) -> list[Any]:
-        """The objects that the modules and ``others`` have now."""
-        return objects_of(self._parts.values(), others)
+        """The objects that the modules and ``others`` have now, and those that hooks of modules and parameters name."""
+        hooks = chain(*(held.values() for held in self._hooks), *map(hooks_of, self._parameters))
+        return objects_of(self._parts.values(), chain(others, *map(named_by, hooks)))
 
     def numbers_drawn(self, objects: Iterable[Any]) -> list[Any]:
         """What changes when the step draws numbers of Python or numpy, also of generators that modules have."""

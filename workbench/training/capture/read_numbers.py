@@ -64,8 +64,8 @@ def objects_of(modules: Iterable[nn.Module], others: Iterable[Any] = ()) -> list
 
 
 def named_by(step: Any) -> list[Any]:
-    """What a step has beside its arguments: the object of a method, the arguments of a partial, and of variables around
-    a function and of its module those that its code names.
+    """What a step, or a hook, has beside its arguments: the object of a method, the arguments of a partial, and of
+    variables around a function and of its module those that its code names.
     """
     if isinstance(step, partial):
         return [*named_by(step.func), *step.args, *step.keywords.values()]

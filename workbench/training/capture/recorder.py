@@ -282,8 +282,8 @@ class Recorder(TorchDispatchMode):
             raise CaptureError(
                 f"capture: {len(kept)} tensor{'s' * (len(kept) > 1)} of shape {shapes}{', ...' * (len(kept) > 4)} that "
                 "the step made outlives it without being returned. A replay makes new ones and renews nobody's "
-                "references. Return them, alone or in tuples, lists and dicts, or write to tensors that are there "
-                "already (x.copy_(...))."
+                "references. Return them, alone or in tuples, lists and dicts, and read what each call returns, or "
+                "write to tensors that are there already (x.copy_(...))."
             )
 
     def _next(self) -> Slot:

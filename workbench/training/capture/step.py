@@ -75,11 +75,12 @@ def capture(
     A call records again if its inputs have another shape or layout, if another argument has another value, if a module
     that the step calls has another strategy, mode (``train()``, ``eval()``), set of frozen parameters or hooks, or has
     got other layers, parameters, buffers, plain tensors or functions, if a number that the step reads from a module
-    (``model.drop.p``) or from an object that the module has (``model.cfg.tau``) or that the step gets or names
-    (``args.tau``; also strings, flags, and lists, tuples and dicts of these with at most 64 entries) has another value,
-    if parameters have moved, or if the world was rebuilt. After ``max_recordings`` records, calls run normally, with a
-    warning. All ranks make the same calls, with inputs of equal logical shapes, and read the same numbers: a rank that
-    alone reads another value records anew while the others replay, and they wait for each other.
+    (``model.drop.p``) or from an object that the module has (``model.cfg.tau``) or that the step, or a hook of the
+    module, gets or names (``args.tau``; also strings, flags, and lists, tuples and dicts of these with at most 64
+    entries) has another value, if parameters have moved, or if the world was rebuilt. After ``max_recordings`` records,
+    calls run normally, with a warning. All ranks make the same calls, with inputs of equal logical shapes, and read the
+    same numbers: a rank that alone reads another value records anew while the others replay, and they wait for each
+    other.
 
     A replay runs none of the step's Python: code that prints, counts calls or reads the clock has no new effect. A
     warning names numbers of modules and objects that the step itself changes, and random numbers of Python and numpy.

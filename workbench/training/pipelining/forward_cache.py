@@ -29,7 +29,7 @@ from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
 from workbench.tensors.leaf_gradients import has_hooks
 from workbench.tensors.program_state import ProgramState, entries_of
 from workbench.tensors.random import draw_key
-from workbench.tensors.reached_objects import HOLDERS, OF_TORCH
+from workbench.tensors.reached_objects import HOLDERS, OF_ALL_MODULES, OF_TORCH
 from workbench.tensors.tensor_state import version_of
 from workbench.tensors.world import World
 from workbench.training.pipelining.made_tensors import MadeTensors
@@ -264,8 +264,10 @@ class ForwardCache(ABC):
         return tuple(found)
 
     def _hooks_of_user(self) -> list[Any]:
-        """The ids of hooks inside the block that ``parallelize`` has not put there: a replay would not call them."""
-        found: list[Any] = []
+        """The ids of hooks inside the block that ``parallelize`` has not put there, and of those of all modules: a
+        replay would not call them.
+        """
+        found: list[Any] = list(chain.from_iterable(OF_ALL_MODULES))
         for part in self._parts[1:]:
             found += {*part._forward_hooks, *part._forward_pre_hooks} - self._hooks
             found += (*part._backward_hooks, *part._backward_pre_hooks)

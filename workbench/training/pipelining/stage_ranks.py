@@ -48,6 +48,7 @@ class StageRank:
         self._in_use, self._own_layouts = state.in_use, state.layouts
         self.world = World(own, len(numbering.rank_of), rank_world.device, transport)
         self.world.traffic, self.world.rank_of = rank_world.traffic, numbering.rank_of
+        transport.context = self.world.context
         self.world.context.checks_agreement = False  # the check compares over all ranks
         self.world.num_rebuilds = rank_world.num_rebuilds
         self._layouts = _renumbered_layouts(state.layouts, self.world, numbering)
@@ -69,6 +70,7 @@ class StageRank:
 
     def _view_parameter(self, own: GlobalTensor) -> GlobalTensor:
         stage = self._stages[id(own)]
+        self._refuse_elsewhere(own, stage)
         view = self._view(own, self._renumbered_layout(own._spec, stage))
         view._is_param = True
         shard: Shard | None = own._optimizer_shard
@@ -77,6 +79,18 @@ class StageRank:
             of = spec_of(self.world, self._renumbered_layout(shard.of, stage), shard.of.shape)
             view._optimizer_shard = Shard.from_specs(of, view._spec, shard.region)
         return view
+
+    def _refuse_elsewhere(self, parameter: torch.Tensor, stage: int) -> None:
+        """Refuse a parameter that a program has put into the module since, of which this stage has no part."""
+        of_stage = set(self._own_layouts.placements[stage])
+        if isinstance(parameter, GlobalTensor) and set(parameter._spec.layout.placement) == of_stage:
+            return
+        lies = parameter._spec.layout if isinstance(parameter, GlobalTensor) else "a plain tensor"
+        raise StrategyError(
+            f"{self._names[id(parameter)]}: its layer is in stage {stage}, on ranks {sorted(of_stage)}, and the "
+            f"parameter lies as {lies}. It came after wb.parallelize. Call it again, or use a schedule with 1 stage "
+            "per rank (1f1b)."
+        )
 
     def _renumbered_layout(self, spec: Spec, stage: int) -> Layout:
         return Layout(self._numbering.placement(stage, spec.layout.placement), spec.layout.sbp)

@@ -17,6 +17,7 @@ from workbench.core.options import V_SCHEDULES
 from workbench.core.placement import Placement
 from workbench.core.strategy import ResolvedStrategy
 from workbench.errors import CollectiveAborted, StrategyError
+from workbench.tensors.execution_context import ExecutionContext
 from workbench.tensors.world import World
 from workbench.training.strategies.state import layers_of, parameter_stages
 from workbench.transport.base import PeerShape, PeerTensor, Received, Transport, do_nothing
@@ -49,7 +50,9 @@ class Numbering:
 
 
 class StageTransport(Transport):
-    """The transport of a stage rank, over that of its rank."""
+    """The transport of a stage rank, over that of its rank. ``context`` is that of the stage rank's world."""
+
+    context: ExecutionContext
 
     def __init__(self, rank_world: World, own: int, numbering: Numbering, queues: MessageQueues) -> None:
         self.rank_world, self.own, self.queues = rank_world, own, queues
@@ -127,11 +130,13 @@ class StageTransport(Transport):
     def _take(self, source: int, tag: int, header: str) -> torch.Tensor:
         waiting = self.queues.get((source, self.own, tag))
         if not waiting:
-            if torch._C._current_graph_task_id() >= 0:  # only a block that runs again takes what is not sent
+            if torch._C._current_graph_task_id() >= 0:
                 raise StrategyError(
-                    f"recompute: a block on rank {self.rank_of[self.own]} takes a tensor of another of its stages and "
-                    f"would ask for it again in its second run ({header}), when that stage does not run. Leave "
-                    "recompute out, or use a schedule with 1 stage per rank: 1f1b, zero_bubble, gpipe."
+                    f"{header}: a backward on rank {self.rank_of[self.own]} takes a tensor of another of its stages, "
+                    "which does not run now. A block that runs again asks for what it took in its forward, and a plain "
+                    "tensor with a gradient that is no leaf (inputs with requires_grad) for the terms of all stages. "
+                    "Leave recompute out, give inputs without a gradient, or use a schedule with 1 stage per rank: "
+                    "1f1b, zero_bubble, gpipe."
                 )
             raise CollectiveAborted(
                 f"{header}: rank {self.rank_of[self.own]} would wait for itself: the stage that sends this runs "
@@ -140,13 +145,16 @@ class StageTransport(Transport):
         return waiting.popleft()
 
     def _check_peers(self, others: Collection[int], header: str) -> None:
+        """Refuse an exchange of stages that share a rank, and one of a tensor that a program has kept of a step."""
         ranks = [self.rank_of[other] for other in others]
-        if len(set(ranks)) < len(ranks):
+        is_in_step = self.context.running is not None
+        if not is_in_step or len(set(ranks)) < len(ranks):
+            what = f"an exchange with {len(ranks)} stages on {len(set(ranks))} ranks"
             raise StrategyError(
-                f"{header}: an exchange with {len(ranks)} stages on {len(set(ranks))} ranks. With several stages per "
-                "rank, a tensor of a step goes from one to one other. Read parameters, their gradients and the step's "
-                "loss after the step, take other values (a metric that a loss_fn has kept) from the result of "
-                "wb.evaluate, or use 1f1b."
+                f"{header}: {what if is_in_step else 'an exchange outside of the step that made the tensor'}. With "
+                "several stages per rank, a tensor of a step goes from one to one other. Read parameters, their "
+                "gradients and the step's loss after the step, take other values (a metric that a loss_fn has kept, "
+                "the result of a layer in a hook) from the result of wb.evaluate, or use 1f1b."
             )
 
     def _in_order(self, pairs: Sequence[tuple[int, int]], header: str) -> AbstractContextManager[None]:

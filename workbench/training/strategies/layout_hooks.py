@@ -18,6 +18,7 @@ from workbench.core.layout import Layout
 from workbench.core.sbp import NdSbp, Partial, Split, split
 from workbench.core.strategy import ResolvedLayer
 from workbench.core.weight_splits import TABLE, feature_dim
+from workbench.errors import StrategyError
 from workbench.tensors.agreement import fingerprint
 from workbench.tensors.boxing.box import box, box_implicitly
 from workbench.tensors.conversion import from_local, refuse_nested
@@ -38,8 +39,13 @@ class PrepareInput:
         self._in_use, self._choice = in_use, choice
         self._is_first_operand = True
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> tuple[Any, Any]:
         """The arguments, with every tensor in the layout that the layer expects."""
+        if kwargs is None:
+            raise StrategyError(
+                f"layer {self._choice.name!r}: this {type(module).__name__} has a copy of the hook of the layer that "
+                "was there, as torch.ao.quantization.prepare_qat makes it. Call that before wb.parallelize."
+            )
         self._is_first_operand = True
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # nearly always
             return (self._prepare(args[0]),), kwargs

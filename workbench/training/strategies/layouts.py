@@ -60,7 +60,9 @@ class StageLayouts:
             return self.plan.parameter_layout(nearest, 1).placement
         if name == nearest.name or isinstance(module, _NormBase):
             return self.placements[nearest.stage]
-        stages = self._stages_inside.get(name) or self._stages_inside.get(name.rpartition(".")[0], set())
+        while name and name not in self._stages_inside:
+            name = name.rpartition(".")[0]
+        stages = self._stages_inside[name]
         return self.placements[min(stages)] if len(stages) == 1 else self.everywhere
 
     @cached_property

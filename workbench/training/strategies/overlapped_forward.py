@@ -69,7 +69,7 @@ class OverlappedForward:
     def _cut(self, rows: Any) -> tuple[RowPieces, Spec] | None:
         """The pieces, and where the whole result goes; None where the output hook boxes it as ever."""
         weight: Any = self._module.weight
-        if not isinstance(rows, GlobalTensor) or not rows.is_floating_point():
+        if not isinstance(rows, GlobalTensor) or not isinstance(weight, GlobalTensor) or not rows.is_floating_point():
             return None
         world, shape = rows._spec.world, rows._spec.shape
         # Explicit mode refuses the boxing, a transform differentiates it
