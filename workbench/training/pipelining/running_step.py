@@ -214,7 +214,8 @@ class RunningStep:
             return
         stage = self.stage_of(tensor._spec)
         what = (
-            f"reading a value (item, tolist, bool, nonzero, print) of a tensor of shape {tuple(tensor._spec.shape)}"
+            "reading a value (item, tolist, bool, nonzero, print, or torch.distributions without validate_args=False) "
+            f"of a tensor of shape {tuple(tensor._spec.shape)}"
             f"{'' if stage is None else f' on stage {stage}'} inside a step of {len(self.placements)} stages and "
             f"{self.num_micro_batches} micro-batches"
         )
