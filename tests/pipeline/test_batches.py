@@ -199,3 +199,33 @@ def test_a_loss_is_made_of_results_on_several_stages(schedule):
     for loss, grads in run_ranks(program, 2):
         assert loss == pytest.approx(expected.item(), rel=1e-6)
         torch.testing.assert_close(grads, [p.grad for p in one.parameters()], rtol=1e-5, atol=1e-6)
+
+
+def test_a_pipeline_trains_on_what_its_last_stage_has_made():
+    """Tokens that a model has sampled lie where its logits do, and go back to the first stage before the step."""
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 7))
+    models = [copy.deepcopy(one) for _ in range(2)]
+
+    def step(model, run):
+        with torch.no_grad():
+            tokens = model(torch.arange(5)).argmax(-1)
+            tokens = model(tokens).argmax(-1)
+        return run(model, tokens).item(), tokens.tolist()
+
+    def run_plain(model, tokens):
+        loss = F.cross_entropy(model(tokens), tokens)
+        loss.backward()
+        return loss
+
+    expected = step(one, run_plain)
+
+    def program(rank):
+        model = wb.parallelize(models[rank], strategy_of(models[rank], "1f1b"))
+        found = step(model, lambda model, tokens: wb.forward_backward(model, F.cross_entropy, tokens, tokens))
+        everywhere = wb.placement.all("cpu")
+        return found, [p.grad.to_global(placement=everywhere, sbp="B").to_local() for p in model.parameters()]
+
+    for (loss, tokens), grads in run_ranks(program, 2):
+        assert (loss, tokens) == (pytest.approx(expected[0], rel=1e-6), expected[1])
+        torch.testing.assert_close(grads, [p.grad for p in one.parameters()], rtol=1e-5, atol=1e-6)

@@ -86,6 +86,19 @@ def test_a_part_of_the_data_set_on_each_rank_is_refused(kind):
     run_ranks(program, 2)
 
 
+@pytest.mark.parametrize("make", [tuple, lambda both: TensorDataset(*both), lambda both: list(zip(*both, strict=True))])
+def test_global_tensors_in_a_data_set_are_refused(make):
+    """Ranks read different rows, and an exchange for each: batches had rows of others, or ranks waited for ever."""
+
+    def program():
+        made = wb.ones(11, 3, placement=wb.placement.all(), sbp="S(0)")
+        with pytest.raises(RunError, match=r"global tensor of shape .*x\.full_tensor\(\)"):
+            wb.GlobalDataLoader(make((torch.ones(11, 4), made)), 4)
+        wb.GlobalDataLoader(make((torch.ones(11, 4), made.full_tensor())), 4)
+
+    run_ranks(program, 2)
+
+
 def test_lists_are_converted_once_and_arrays_keep_their_memory(monkeypatch):
     converted, original = [], torch.as_tensor
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 
 from workbench.errors import RunError
 from workbench.tensors.agreement import fingerprint
+from workbench.tensors.global_tensor import GlobalTensor
 from workbench.training.batches import Batch, LossFunction, as_tensors, named_tensors, num_samples, of_kind
 from workbench.training.sample_rows import batch_leaves, count_samples
 
@@ -30,8 +31,8 @@ def check_dataset(dataset: Any, collate_fn: Collate | None, call: str) -> None:
     """Raise if a data set does not give samples by position.
 
     Raises:
-        RunError: it has no positions, makes batches itself, is one table of all columns, or consists of arrays while
-            ``collate_fn`` is given.
+        RunError: it has no positions, makes batches itself, is one table of all columns, has global tensors, or
+            consists of arrays while ``collate_fn`` is given.
     """
     kind = type(dataset).__name__
     if hasattr(dataset, "__array__") and hasattr(dataset, "columns"):
@@ -59,6 +60,13 @@ def check_dataset(dataset: Any, collate_fn: Collate | None, call: str) -> None:
             f"{call}: collate_fn= with a {kind} of {len(dataset)} arrays. A batch is some rows of the arrays. "
             "Leave out collate_fn, or give a list of samples or a TensorDataset."
         )
+    for leaf in tree_leaves(_tensors_or_ends(dataset)):
+        if isinstance(leaf, GlobalTensor):
+            raise RunError(
+                f"{call}: the data set has a global tensor of shape {tuple(leaf.shape)}, {leaf.layout_on_ranks}. Each "
+                "rank reads other samples, and to read a row of a global tensor, all ranks read the same one. Give its "
+                "value: x.full_tensor()."
+            )
 
 
 def num_samples_of(dataset: Any) -> int:
@@ -141,8 +149,16 @@ def checksum_of(dataset: Any) -> str:
         return fingerprint(column[:: len(column) // _NUM_ROWS + 1].contiguous() for column in found)
     if isinstance(dataset, Subset):
         return f"{fingerprint([torch.as_tensor(dataset.indices)])} of {checksum_of(dataset.dataset)}"
-    ends = [dataset[0], dataset[-1]] if isinstance(dataset, list) and dataset else []
-    return fingerprint(tree_leaves(as_tensors(ends)))
+    return fingerprint(tree_leaves(as_tensors(_tensors_or_ends(dataset))))
+
+
+def _tensors_or_ends(dataset: Any) -> Any:
+    """What is in a data set of tensors, or the first and the last entry of a list; nothing of any other."""
+    if isinstance(dataset, TensorDataset):
+        return dataset.tensors
+    if is_of_arrays(dataset):
+        return dataset
+    return [dataset[0], dataset[-1]] if isinstance(dataset, list) and dataset else []
 
 
 def is_of_arrays(dataset: Any) -> bool:

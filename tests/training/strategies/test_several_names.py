@@ -178,3 +178,19 @@ def test_tensors_that_share_memory_are_refused_and_parts_of_one_are_not():
             run_ranks(lambda make=make: wb.parallelize(make(), "*: data"), 1)
     for make in (parts_of_one, columns_of_one):
         assert run_ranks(lambda make=make: wb.parallelize(make(), "*: model") is not None, 1) == [True]
+
+
+def test_modules_with_one_weight_are_parallelized_in_one_call_or_share_the_layer():
+    def program():
+        actor, critic = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        actor[0].weight = critic[0].weight
+        both = copy.deepcopy(nn.ModuleList([actor, critic]))
+        wb.parallelize(actor, "*: data")
+        with pytest.raises(StrategyError, match=r"(?s)'0.weight', of shape \(4, 4\).*nn.ModuleList"):
+            wb.parallelize(critic, "*: data")
+        wb.parallelize(both, "*: data")
+        assert both[0][0].weight is both[1][0].weight
+        other = wb.parallelize(nn.Sequential(actor[0], nn.Linear(4, 1)), "*: data")
+        assert other[0].weight is actor[0].weight
+
+    run_ranks(program, 1)

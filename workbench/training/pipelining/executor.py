@@ -145,11 +145,18 @@ class Executor:
                     take(stage, action.micro_batch, program(action.micro_batch))
                     self._boxings.pop(_key(action)).end()
 
-    def prepare_batch(self, batch: Any) -> Any:
-        """A batch in the form that the stages of this rank take: with several stages, global tensors become plain."""
-        if len(self.stages) == 1:
-            return batch
-        return tree_map(lambda leaf: value_on_all_ranks(leaf) if isinstance(leaf, GlobalTensor) else leaf, batch)
+    def prepare_batch(self, batch: Any, *, is_input: bool = False) -> Any:
+        """A batch in the form that the stages of this rank take: with several stages, global tensors become plain. So
+        do inputs that a later stage has made, such as generated tokens: the forward could not send them back.
+        """
+
+        def prepare(leaf: Any) -> Any:
+            is_taken = isinstance(leaf, GlobalTensor) and (
+                len(self.stages) > 1 or (is_input and not leaf.requires_grad and self.running.stage_of(leaf._spec))
+            )
+            return value_on_all_ranks(leaf) if is_taken else leaf
+
+        return tree_map(prepare, batch)
 
     def _forward(self, action: Action, program: MicroBatchFunction) -> torch.Tensor:
         self.running.edges = []

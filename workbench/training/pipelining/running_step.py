@@ -84,7 +84,7 @@ class RunningStep:
     boxings: MicroBatchBoxings | None = None
     _known_problems: dict[Edges, list[str]] = field(init=False, repr=False, default_factory=dict)
 
-    def _stage_of(self, spec: Spec) -> int | None:
+    def stage_of(self, spec: Spec) -> int | None:
         """The first stage with all ranks of a tensor; None for a tensor on the ranks of several."""
         has_all = (placement.includes(spec.layout.placement) for placement in self.placements)
         return next((stage for stage, found in enumerate(has_all) if found), None)
@@ -140,7 +140,7 @@ class RunningStep:
         """
         if self.edges is None or source.layout.placement == target.layout.placement:
             return
-        start, end = self._stage_of(source), self._stage_of(target)
+        start, end = self.stage_of(source), self.stage_of(target)
         if function in _OF_GRADIENTS and not has_gradient and start is not None:
             ends = self._stages_among(target)
             waits = along_stages(len(self.placements), reads_values=True)
@@ -224,9 +224,10 @@ class RunningStep:
             self.observer.can_skip = False  # the call may branch on the value
         if len(self.placements) == 1 or not has_to_move:
             return
-        stage = self._stage_of(tensor._spec)
+        stage = self.stage_of(tensor._spec)
         what = (
-            f"reading a value (item, tolist, bool, nonzero, print) of a tensor of shape {tuple(tensor._spec.shape)}"
+            "reading a value (item, tolist, bool, nonzero, print, or torch.distributions without validate_args=False) "
+            f"of a tensor of shape {tuple(tensor._spec.shape)}"
             f"{'' if stage is None else f' on stage {stage}'} inside a step of {len(self.placements)} stages and "
             f"{self.num_micro_batches} micro-batches"
         )

@@ -118,7 +118,7 @@ def train_micro_batches(
     batch = fingerprint(tree_leaves([(part.inputs, part.targets) for part in parts]))
     executor, table = _prepare(module, state, world, len(parts), batch, loss_fn)
     prepare = executor.prepare_batch
-    parts = [replace(part, inputs=prepare(part.inputs), targets=prepare(part.targets)) for part in parts]
+    parts = [replace(part, inputs=prepare(part.inputs, is_input=True), targets=prepare(part.targets)) for part in parts]
 
     def program(index: int) -> torch.Tensor:
         part = parts[index]

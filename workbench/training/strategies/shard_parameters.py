@@ -119,14 +119,23 @@ def shard_tensor(tensor: torch.Tensor, layout: Layout, world: World) -> GlobalTe
 
 
 def refuse_overlaps(module: nn.Module) -> None:
-    """Raise for a parameter some of whose memory belongs to another parameter or buffer too.
+    """Raise for a parameter some of whose memory belongs to another parameter or buffer too, of this module or of one
+    that is parallelized already.
 
     After ``wb.parallelize`` each tensor has memory of its own, so a step would change one and not the other. Plain
     tensors only: those of a parallelized module do not overlap.
 
     Raises:
-        StrategyError: two tensors overlap; both are named.
+        StrategyError: two tensors overlap, or another module had the same parameter; they are named.
     """
+    for name, parameter in module.named_parameters():
+        if parameter in REPLACED:
+            raise StrategyError(
+                f"parallelize: {name!r}, of shape {tuple(parameter.shape)}, is a parameter for which an earlier "
+                "wb.parallelize has put a global one into another module, so the two are not tied any more. Tied "
+                "modules go into one call: wb.parallelize(nn.ModuleList([actor, critic]), ...). Or have them hold one "
+                "layer, not one weight in two layers, which may be parallelized with each of them."
+            )
     parameters = {id(parameter) for parameter in module.parameters()}
     held = [
         (tensor, name)
