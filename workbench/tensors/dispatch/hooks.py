@@ -163,7 +163,7 @@ def run_hooks(waiting: dict[int, Callable[[], None]], grad_mode: bool = False) -
             run()
 
 
-def hooks_of(parameter: GlobalTensor) -> list[Any]:
+def hooks_of(parameter: Any) -> list[Any]:
     """The user's hooks on a parameter's gradient."""
     with local_torch():
         before, after = parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
