@@ -130,7 +130,7 @@ STRATEGIES = (
     "*: data",
     "*: model",
     pytest.param("*: data | zero=3", marks=SLOW),
-    pytest.param("*: data | mb=2", marks=SLOW),
+    pytest.param("*: data | mb=4", marks=SLOW),
     "*: data | bf16",
     pytest.param("*: model | bf16", marks=SLOW),
 )
