@@ -104,3 +104,11 @@ def test_requests_without_a_cell_leave_all_widgets(run: Any) -> None:
     run("", first)
     run("", panel())
     assert first.comm is not None
+
+
+def test_what_the_user_has_closed_is_not_kept(run: Any) -> None:
+    first = panel()
+    run("", first)
+    first.close()
+    run("", panel())
+    assert all(first not in roots for _, roots in shown_in_cells._shown.values())

@@ -27,7 +27,8 @@ def show_in_this_cell(widget: widgets.Widget) -> None:
             part.open()
     request, cell = _request()
     before, earlier = _shown.get(cell, (request, []))
-    _shown[cell] = (request, [*(earlier if request == before else ()), widget])
+    still = [root for root in earlier if root.comm is not None] if request == before else []  # the user closes some
+    _shown[cell] = (request, [*still, widget])
     if request == before:
         return
     stays = _parts(chain.from_iterable(roots for _, roots in _shown.values()))
