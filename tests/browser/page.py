@@ -361,8 +361,11 @@ UNREADABLE = """() => {
     for (const element of [view, bar].flatMap(part => [...(part?.querySelectorAll(parts) ?? [])])) {
         const words = element.textContent.trim();
         const box = element.getBoundingClientRect();
-        if (!words || !box.width || getComputedStyle(element).visibility === 'hidden') continue;
-        if (element.closest('.hoverlayer, .modebar')) continue;
+        if (!words || element.closest('.hoverlayer, .modebar')) continue;
+        if (!box.width || getComputedStyle(element).visibility === 'hidden') {
+            if (element.closest('.xtick, .ytick')) problems.push(`${words} is left out`);
+            continue;
+        }
         if (box.left < frame.left - 1 || box.right > frame.right + 1) problems.push(`${words} is cut`);
         shown.push([words, box]);
     }

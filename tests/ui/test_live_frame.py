@@ -25,6 +25,7 @@ def test_panes_share_what_width_there_is(width: int):
     for (x1, y1), (x2, y2) in combinations(panes, 2):
         assert x1[1] < x2[0] or x2[1] < x1[0] or y1[1] < y2[0] or y2[1] < y1[0]
     assert all(0 <= low < high <= 1 for pane in panes for low, high in pane)
+    assert (1 - layout.xaxis2.domain[1]) * width > 34 or width >= 1176, "half of 'step 100000', which plotly leaves out"
     assert (layout.yaxis.domain[1] > layout.yaxis3.domain[1]) == (width < 1176), "two rows where four do not fit"
 
 

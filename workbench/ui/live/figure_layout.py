@@ -11,8 +11,9 @@ from workbench.units import format_bytes
 
 ONE_ROW, WIDEST, NARROWEST = 1176, 1680, 600
 PANES_HEIGHT = 212
-_MARGINS = ((48, 16), (48, 16), (62, 16), (60, 30))
-"""Left and right of every pane's plot, within its column: numbers and labels."""
+_MARGINS = ((48, 16), (48, 36), (62, 16), (60, 30))
+"""Left and right of every pane's plot, within its column: numbers and labels. In a last column, half of the last step's
+label lies to the right: plotly leaves one out that is cut."""
 TOP, BOTTOM = 42, 50
 """Of the panes: from the figure's top to their plots, and from the plots to the panes' end."""
 TITLES = ("Throughput", "Loss", "Memory", "Time split")
@@ -34,7 +35,7 @@ class Frame:
     """The places in a figure of ``width`` pixels. A narrow one has two rows of panes.
 
     >>> Frame(1176).pane(1), Frame(840).pane(1)
-    ((342, 572, 42), (468, 824, 42))
+    ((342, 552, 42), (468, 804, 42))
     """
 
     width: int = ONE_ROW
