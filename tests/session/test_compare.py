@@ -225,6 +225,7 @@ def test_a_strategy_that_does_not_fit_runs_nothing(session):
         ({"model_fn": make_model()}, RunError, "model_fn is a Sequential.*without calling it"),
         ({"strategies": ["data", "nope: model"]}, StrategyError, "no layer matches 'nope'"),
         ({"strategies": "*: data | 1x3x1", "engines": 2}, StrategyError, "there are 2 ranks"),
+        ({"strategies": ["*: nope", "data", "x: data"]}, StrategyError, "(?s)2 of 3 strategies .*nope.*matches 'x'"),
         ({"strategies": {"a": "data", 1: "data"}}, StrategyError, "1: 'data'.*the name 1 is of type int.*'1'"),
     ],
 )

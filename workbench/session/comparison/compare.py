@@ -217,7 +217,7 @@ def compare(
         A result whose ``.table`` is a pandas table.
 
     Raises:
-        StrategyError: a strategy does not fit.
+        StrategyError: some strategies do not fit; it has what is wrong with each.
         RunError: the model, data, loss or optimizer cannot be trained; for example, a batch has more samples than the
             data. Or no writer has the name in ``log``, or its package is not installed, or ``seeds`` are none. No
             engine was started, and nothing has run.
@@ -233,7 +233,7 @@ def compare(
     )  # fmt: skip
     running = session or find_current()
     num_ranks = engines if running is None else running.num_engines
-    checked = {name: subject.strategy(strategy, num_ranks) for name, strategy in named.items()}
+    checked = subject.strategies(named, num_ranks)
     kept = f"Runs that have ended are kept: {saved.code}" if saved is not None else "keep=True keeps runs as they end"
     with (
         explained_interrupt(f"wb.compare was interrupted, and returns no result. {kept}"),

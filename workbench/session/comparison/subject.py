@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from workbench.core.presets import StrategyLike, strategy_of
 from workbench.core.rows import Layer, count_parameters
 from workbench.core.strategy import Strategy
+from workbench.errors import StrategyError
 from workbench.tensors.agreement import fingerprint
 from workbench.tensors.program_state import all_seeded, undrawn
 from workbench.tensors.reached_objects import OF_TORCH, PLAIN_VALUES, contents_of_cell, is_of_others
@@ -103,6 +104,25 @@ class Subject:
         strategy = strategy_of(wanted, self.layers, num_ranks)
         strategy.resolve(self.layers, num_ranks)
         return strategy
+
+    def strategies(self, named: Mapping[str, StrategyLike], num_ranks: int) -> dict[str, Strategy]:
+        """Several of them, by name.
+
+        Raises:
+            StrategyError: some do not fit; it has what is wrong with each.
+        """
+        fitting, mistakes = dict[str, Strategy](), list[StrategyError]()
+        for name, wanted in named.items():
+            try:
+                fitting[name] = self.strategy(wanted, num_ranks)
+            except StrategyError as error:
+                mistakes.append(error)
+        if len(mistakes) == 1:
+            raise mistakes[0]
+        if mistakes:
+            first = f"{len(mistakes)} of {len(named)} strategies do not fit, and nothing has run:"
+            raise StrategyError("\n".join([first, *map(str, mistakes)]))
+        return fitting
 
 
 def function_name(function: Any) -> str:
