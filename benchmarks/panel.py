@@ -65,7 +65,6 @@ def make_model() -> nn.Module:
 def open_panel(costs: ModelCosts, num_ranks: int) -> Panel:
     """A panel that predicts for a machine with a file."""
     return Panel(
-        None,
         make_model,
         (256, _LENGTH),
         strategy=STRATEGIES[num_ranks],

@@ -56,7 +56,7 @@ def notebook(make_model: type[nn.Module], data: tuple[torch.Tensor, torch.Tensor
     """Engines, comparisons, the panel."""
     with wb.Session(engines=2) as session:
         result = wb.compare(make_model, data, F.cross_entropy, ["*: data", "pipeline"], batch_size=8, session=session)
-        wb.Panel(wb.Session.current(), make_model, data, F.cross_entropy)
+        wb.Panel(make_model, data, F.cross_entropy)
         wb.LiveView(session)
         wb.draw.runs(result)
         wb.draw.runs(wb.draw.SavedRuns())

@@ -18,7 +18,7 @@ def gpt_8_blocks(): "Only its name is shown."
 def gpt_24_blocks(): "Only its name is shown."
 """
 PANEL = f"""
-panel = wb.Panel(None, gpt_8_blocks, (32, 64), cross_entropy, strategy={GPT_HYBRID!r}, batch_size=32,
+panel = wb.Panel(gpt_8_blocks, (32, 64), cross_entropy, strategy={GPT_HYBRID!r}, batch_size=32,
                  hardware="v100-dgx1", num_ranks=4, costs=gpt(8))
 panel
 """
@@ -26,7 +26,7 @@ panel
 DEEP = """
 strategy = ("tok_emb: model; pos_emb: data; " + "; ".join(f"blocks.[{6 * n}-{6 * n + 5}]: model@{n}" for n in range(4))
             + "; ln_f: data; lm_head: model | 4x2x8 mb=8 1f1b")
-wb.Panel(None, gpt_24_blocks, (256, 256), cross_entropy, strategy=strategy, batch_size=256, hardware="v100-dgx2",
+wb.Panel(gpt_24_blocks, (256, 256), cross_entropy, strategy=strategy, batch_size=256, hardware="v100-dgx2",
          num_ranks=64, costs=gpt(24, 768, 50304, 256))
 """
 CONVOLUTIONS = """
@@ -38,7 +38,7 @@ from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.core.rows import Layer
 layers = [Layer(f"down1.conv{n}", "Conv2d", {"weight": (32, 32, 3, 3)}, 9216) for n in (1, 2)]
 layers.append(Layer("out", "Conv3d", {"weight": (128, 128, 3, 3, 3)}, 442368))
-wb.Panel(None, convolutions, (32, 3, 16, 16), cross_entropy, num_ranks=2,
+wb.Panel(convolutions, (32, 3, 16, 16), cross_entropy, num_ranks=2,
          costs=ModelCosts(tuple(map(LayerCost, layers))))
 """
 RUNS = f"""

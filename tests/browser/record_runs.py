@@ -68,7 +68,7 @@ def main() -> None:
     with Session(engines=2) as session:
         machine = wb.planner.calibrate(session)
         options = {"batch_size": 16, "steps": 20, "hardware": machine, "keep": False}
-        panel = wb.Panel(session, gpt_4_blocks, data, loss, strategy="data", **options)
+        panel = wb.Panel(gpt_4_blocks, data, loss, strategy="data", session=session, **options)
         for strategy in STRATEGIES:
             panel.load(strategy)
             panel.run()

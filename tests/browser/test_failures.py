@@ -28,7 +28,7 @@ def loss_fn(output, target):
     return cross_entropy(output, target)
 ---
 strategy_editor.grid_view = whole
-panel = wb.Panel(wb.Session.current(), Positions, batches(), loss_fn, batch_size=16, steps=30, keep=False)
+panel = wb.Panel(Positions, batches(), loss_fn, batch_size=16, steps=30, keep=False)
 panel
 ---
 def broken(*args):
@@ -45,7 +45,7 @@ def make_broken():
                 raise ValueError("this model is <broken>")
             return super().between(x)
     return Broken()
-wb.Panel(wb.Session.current(), make_broken, batches(), loss_fn, batch_size=16, steps=30, keep=False)
+wb.Panel(make_broken, batches(), loss_fn, batch_size=16, steps=30, keep=False)
 ---
 %workbench restart
 """

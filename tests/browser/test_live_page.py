@@ -15,7 +15,7 @@ NOTEBOOK = "live-page.ipynb"
 START = "%load_ext workbench\n%workbench start --engines 4"
 MACHINE = "import workbench as wb\nmachine = wb.planner.calibrate(wb.Session.current())"
 PANEL = """
-panel = wb.Panel(wb.Session.current(), make_mlp, digits(), cross_entropy, hardware=machine, batch_size=128,
+panel = wb.Panel(make_mlp, digits(), cross_entropy, hardware=machine, batch_size=128,
                  steps=100_000, strategy="hybrid")
 panel
 """

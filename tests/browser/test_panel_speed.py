@@ -26,7 +26,7 @@ FREE_LOAD = 2.0
 MODEL = f"""
 costs = gpt({NUM_BLOCKS})
 def deep():
-    return wb.Panel(None, gpt_24_blocks, (32, 64), cross_entropy, strategy="hybrid", batch_size=32,
+    return wb.Panel(gpt_24_blocks, (32, 64), cross_entropy, strategy="hybrid", batch_size=32,
                     hardware="v100-dgx1", num_ranks=4, costs=costs)
 deep()
 """

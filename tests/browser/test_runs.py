@@ -26,7 +26,7 @@ def slow_loss(output, target):
     time.sleep(0.01)
     return cross_entropy(output, target)
 ---
-panel = wb.Panel(wb.Session.current(), make_mlp, digits(), slow_loss, strategy="data", batch_size=128, steps=100_000)
+panel = wb.Panel(make_mlp, digits(), slow_loss, strategy="data", batch_size=128, steps=100_000)
 panel
 ---
 wb.LiveView()
@@ -42,7 +42,7 @@ def broken_loss(output, target):
         raise ValueError("this loss is broken")
     return cross_entropy(output, target)
 
-wb.Panel(wb.Session.current(), make_mlp, digits(), broken_loss, strategy="data", batch_size=128, steps=10)
+wb.Panel(make_mlp, digits(), broken_loss, strategy="data", batch_size=128, steps=10)
 ---
 %workbench profile
 """

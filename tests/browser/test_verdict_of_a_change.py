@@ -37,7 +37,7 @@ def slow_loss(output, target):
     time.sleep(0.2)
     return cross_entropy(output, target)
 ---
-panel = wb.Panel(wb.Session.current(), make, digits(), slow_loss, strategy="data", batch_size=64, steps=30)
+panel = wb.Panel(make, digits(), slow_loss, strategy="data", batch_size=64, steps=30)
 panel
 """
 

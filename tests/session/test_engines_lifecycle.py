@@ -328,7 +328,7 @@ def test_nothing_outlives_a_killed_notebook(tmp_path):
 def test_close_is_idempotent_ends_everything_and_is_said_with_what_to_do():
     session = Session(engines=2, device="cpu")  # as most sessions of tests: what forks them is there already
     processes = session._folder.processes()
-    panel = Panel(session, make_model, data(), F.cross_entropy, batch_size=16, steps=6, keep=False)
+    panel = Panel(make_model, data(), F.cross_entropy, batch_size=16, steps=6, keep=False, session=session)
     comparison = Comparison(session, Subject.of(make_model, data(), F.cross_entropy, batch_size=16, steps=6))
     view = wb.LiveView(session)
 

@@ -30,7 +30,7 @@ def data():
 
 @pytest.fixture(scope="module")
 def panel(own_session):
-    panel = Panel(own_session, make_model, data(), F.cross_entropy, batch_size=16, steps=6, keep=False)
+    panel = Panel(make_model, data(), F.cross_entropy, batch_size=16, steps=6, keep=False, session=own_session)
     yield panel
     panel.close()
 

@@ -64,9 +64,8 @@ def test_transformers_are_compared_with_one_device(session):
 
 @pytest.mark.slow  # test_compare_command has such a module on engines
 def test_the_panel_trains_a_module_with_its_own_loss(session):
-    panel = Panel(
-        session, Regression, columns(), strategy={"left": "data", "right": "model"}, batch_size=7, steps=5, keep=False
-    )
+    rows = {"left": "data", "right": "model"}
+    panel = Panel(Regression, columns(), strategy=rows, batch_size=7, steps=5, keep=False, session=session)
     panel.run()
     assert panel.wait(WAIT_TIMEOUT_S)
     assert panel.runs[-1].error is None and panel.runs[-1].equal, panel.runs[-1]

@@ -77,4 +77,4 @@ def panel(trainer: FakeTrainer) -> Panel:
     from tests.ui.reports import make_mlp
     from workbench.ui.panel import Panel
 
-    return Panel(None, make_mlp, None, None, steps=3, trainer=trainer, keep=False)
+    return Panel(make_mlp, None, None, steps=3, trainer=trainer, keep=False)

@@ -43,7 +43,7 @@ def costs_of(model: type[Words]) -> ModelCosts:
 
 def panel_of(model: type[Words], strategy: str, num_ranks: int = 2) -> Panel:
     return Panel(
-        None, model, batches(), cross_entropy, strategy=strategy, num_ranks=num_ranks, costs=costs_of(model),
+        model, batches(), cross_entropy, strategy=strategy, num_ranks=num_ranks, costs=costs_of(model),
         batch_size=BATCH, hardware="v100-dgx1", keep=False,
     )  # fmt: skip
 

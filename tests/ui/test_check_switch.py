@@ -49,7 +49,7 @@ def test_a_run_keeps_the_check_that_it_has_begun_with():
 
 
 def test_a_saved_notebook_says_whether_the_choice_is_checked():
-    panel = Panel(None, make_linear, None, trainer=FakeTrainer(), keep=False)
+    panel = Panel(make_linear, None, trainer=FakeTrainer(), keep=False)
     for on, words in [(True, "20 steps checked against one device"), (False, "not checked against one device")]:
         panel._runs_section.check.value = on
         page = panel._static_bundle()

@@ -42,7 +42,7 @@ class Broken(Exception):
 @pytest.fixture
 def panel(trainer: FakeTrainer) -> Panel:
     costs = ModelCosts(tuple(LayerCost(layer, output=Extent((8,))) for layer in trainer.layers), (64,))
-    made = Panel(None, make_mlp, None, None, steps=3, trainer=trainer, keep=False, costs=costs, hardware="v100-dgx1")
+    made = Panel(make_mlp, None, None, steps=3, trainer=trainer, keep=False, costs=costs, hardware="v100-dgx1")
     made._editor._calibrate = lambda: load_hardware("h200")
     return made
 

@@ -31,14 +31,14 @@ def test_the_grid_opens_with_its_rows(sent: list[dict[str, Any]], monkeypatch: p
     opened: list[dict[str, Any]] = []
     to_open = LayerGrid.open
     monkeypatch.setattr(LayerGrid, "open", lambda grid: (opened.append(dict(grid.view)), to_open(grid)))
-    Panel(None, gpt_16_blocks, (32, 64), cross_entropy, batch_size=32, num_ranks=4, costs=gpt(16))
+    Panel(gpt_16_blocks, (32, 64), cross_entropy, batch_size=32, num_ranks=4, costs=gpt(16))
     assert [len(view["rows"]) > 3 for view in opened] == [True]
     assert not [state for state in sent if "view" in state]
 
 
 def test_a_click_on_a_deep_model_sends_its_picture_first(sent: list[dict[str, Any]]) -> None:
     panel = Panel(
-        None, gpt_16_blocks, (32, 64), cross_entropy, batch_size=32, hardware="v100-dgx1", num_ranks=4, costs=gpt(16)
+        gpt_16_blocks, (32, 64), cross_entropy, batch_size=32, hardware="v100-dgx1", num_ranks=4, costs=gpt(16)
     )
     for value in ("model", "data"):
         sent.clear()

@@ -39,7 +39,7 @@ def test_there_are_predictions_bytes_and_pictures(dtype: torch.dtype):
     data = TensorDataset(samples, torch.zeros(BATCH, 16, dtype=given))
     costs = layer_costs(lambda: made(dtype), samples)
     panel = Panel(
-        None, lambda: made(dtype), data, nn.functional.mse_loss, strategy="*: model", num_ranks=2, costs=costs,
+        lambda: made(dtype), data, nn.functional.mse_loss, strategy="*: model", num_ranks=2, costs=costs,
         batch_size=BATCH, hardware="h200", keep=False,
     )  # fmt: skip
     found = panel.estimate()

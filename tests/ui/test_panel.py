@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from tests.ui.reports import FakeTrainer, make_mlp
 from workbench.core.strategy import Strategy
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import load_hardware
-from workbench.errors import HardwareError, SessionError, StrategyError
+from workbench.errors import HardwareError, NotStartedError, SessionError, StrategyError
 from workbench.session.planning import first_batch
 from workbench.theme import DARK
+from workbench.ui import panel as panel_module
 from workbench.ui.panel import Panel
 from workbench.ui.planning.predictor import Predictor
 from workbench.ui.strategy_editor import StrategyEditor, facts_of
@@ -67,7 +69,7 @@ def test_a_click_in_the_grid_changes_everything_at_once(panel: Panel):
 
 def test_a_run_shows_what_memory_the_machine_of_predictions_has(trainer: FakeTrainer):
     machine = load_hardware("h200")
-    panel = Panel(None, make_mlp, None, None, steps=3, trainer=trainer, keep=False, hardware=machine)
+    panel = Panel(make_mlp, None, None, steps=3, trainer=trainer, keep=False, hardware=machine)
     panel.run()
     finish(panel, trainer)
     limits = [note.text for note in panel._runs_section.live.shown.figure.layout.annotations if note.name == "limit"]
@@ -225,7 +227,7 @@ def test_a_page_that_shows_the_panel_has_the_figure_before_the_first_run(panel: 
 
 def test_a_panel_without_engines_makes_no_figure(monkeypatch: pytest.MonkeyPatch, panel: Panel):
     made: list[Panel] = []
-    without = Panel(None, make_mlp, (32, 64), num_ranks=2, costs=gpt(1))
+    without = Panel(make_mlp, (32, 64), num_ranks=2, costs=gpt(1))
     for each in (without, panel):
         monkeypatch.setattr(each._runs_section.live, "prepare", lambda each=each: made.append(each))
         say(each, event="theme", value="dark")
@@ -274,16 +276,7 @@ def test_sample_shape_of_every_kind_of_data(shape: tuple[int, ...]):
 
 @pytest.fixture
 def offline_panel() -> Panel:
-    return Panel(
-        None,
-        make_mlp,
-        (32, 64),
-        strategy=GPT_HYBRID,
-        batch_size=32,
-        hardware="v100-dgx1",
-        num_ranks=4,
-        costs=gpt(),
-    )
+    return Panel(make_mlp, (32, 64), strategy=GPT_HYBRID, batch_size=32, hardware="v100-dgx1", num_ranks=4, costs=gpt())
 
 
 def test_an_offline_panel_predicts_and_does_not_run(offline_panel: Panel):
@@ -354,16 +347,21 @@ def test_a_panel_with_engines_offers_to_measure_the_machine(trainer: FakeTrainer
     assert "Predicted step time" in part.predictions.value
 
 
-def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="num_ranks"):
-        Panel(None, make_mlp, (32, 64), costs=gpt(1))
+def test_bad_arguments_are_named(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(HardwareError, match="no-such-machine"):
-        Panel(None, make_mlp, (32, 64), costs=gpt(1), num_ranks=2, hardware="no-such-machine")
+        Panel(make_mlp, (32, 64), costs=gpt(1), num_ranks=2, hardware="no-such-machine")
+    monkeypatch.setattr(panel_module, "find_current", lambda: None)
+    with pytest.raises(NotStartedError, match=r"no engines are running.*num_ranks=2"):
+        Panel(make_mlp, (32, 64), costs=gpt(1))
+    engines: Any = SimpleNamespace(num_engines=3)
+    with pytest.raises(ValueError, match=r"num_ranks=2\).*3 engines"):
+        Panel(make_mlp, (32, 64), session=engines, num_ranks=2)
 
 
-def test_the_order_of_compare_is_a_mistake_with_its_fix():
-    with pytest.raises(ValueError, match=r"a session comes first\. Write wb\.Panel\(wb\.Session\.current\(\), make_ml"):
-        Panel(make_mlp, (32, 64), None, costs=gpt(1), num_ranks=2)
+@pytest.mark.parametrize("first", [None, SimpleNamespace()])
+def test_a_session_before_the_model_is_a_mistake_with_its_fix(first: Any):
+    with pytest.raises(ValueError, match=r"is the function that makes the model\. Write wb\.Panel\("):
+        Panel(first, make_mlp, (32, 64), costs=gpt(1), num_ranks=2)  # type: ignore[arg-type]
 
 
 def test_a_real_model_is_counted_on_metadata():
@@ -374,7 +372,7 @@ def test_a_real_model_is_counted_on_metadata():
         return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 
     data = torch.zeros(100, 64), torch.zeros(100, dtype=torch.long)
-    panel = Panel(None, make_model, data, cross_entropy, hardware="h200", num_ranks=2, strategy="model")
+    panel = Panel(make_model, data, cross_entropy, hardware="h200", num_ranks=2, strategy="model")
     rows = editor(panel).grid.view["rows"]
     assert [(row["label"], row["boxings"]["layout"]) for row in rows] == [("0", "S(1)"), ("2", "P")]
     assert editor(panel).grid.view["end"]["label"] == "cross_entropy"
@@ -392,7 +390,7 @@ def test_a_model_with_its_own_loss_is_counted_on_metadata():
         data = batch_for("gpt2") if way == "dict" else (batch_for("gpt2"), torch.zeros(5, dtype=torch.long))
         loss_fn = None if way == "dict" else lambda output, targets: output.loss + 0 * targets.sum()
         rows = {"transformer.h.*": "model"}
-        panel = Panel(None, lambda: make("gpt2"), data, loss_fn, hardware="h200", num_ranks=2, strategy=rows)
+        panel = Panel(lambda: make("gpt2"), data, loss_fn, hardware="h200", num_ranks=2, strategy=rows)
         assert panel.strategy == Strategy(rows)
         costs[way] = panel.estimate()
     assert costs["dict"].compute_s == pytest.approx(costs["tuple"].compute_s, rel=0.05)

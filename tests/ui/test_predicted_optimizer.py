@@ -33,7 +33,7 @@ def raises(parameters: Any) -> Any:
 )
 def test_predictions_are_for_the_run_s_optimizer_or_say_which(optimizer_fn: Any, predicted: str, note: str):
     costs, shape = gpt(1), (32, 64)
-    panel = Panel(None, make_mlp, shape, num_ranks=2, costs=costs, hardware="h200", optimizer_fn=optimizer_fn)
+    panel = Panel(make_mlp, shape, num_ranks=2, costs=costs, hardware="h200", optimizer_fn=optimizer_fn)
     assert panel._editor._predictor.optimizer == predicted
     html = panel._editor.predictions_html()
     assert note in html if note else "For AdamW" not in html

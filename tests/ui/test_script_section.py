@@ -62,7 +62,7 @@ def test_a_script_that_comes_late_is_not_shown():
 
 
 def test_the_panel_s_script_is_of_its_strategy_and_its_job(trainer: FakeTrainer):
-    panel = Panel(None, make_mlp, None, cross_entropy, trainer=trainer, keep=False, batch_size=32, steps=7, seed=5)
+    panel = Panel(make_mlp, None, cross_entropy, trainer=trainer, keep=False, batch_size=32, steps=7, seed=5)
     panel.load("*: data")
     text = panel.script()
     assert '"*: data"' in text and "BATCH_SIZE = 32" in text and "STEPS = 7" in text and "SEED = 5" in text

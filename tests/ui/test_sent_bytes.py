@@ -115,7 +115,7 @@ CASES = [
 def panel_of(name: str, strategy: str) -> Panel:
     make, data, loss_fn = MODELS[name]
     return Panel(
-        None, make, data, loss_fn, strategy=strategy, num_ranks=STRATEGIES[strategy], batch_size=BATCH,
+        make, data, loss_fn, strategy=strategy, num_ranks=STRATEGIES[strategy], batch_size=BATCH,
         hardware=ONE_SHOT, keep=False,
     )  # fmt: skip
 
@@ -155,7 +155,7 @@ def test_a_forward_that_reads_values_keeps_its_estimate():
 
     data = MODELS["twice"][1]
     costs = offline_trainer.costs_of(Twice, data, F.cross_entropy)
-    panel = Panel(None, Reads, data, F.cross_entropy, num_ranks=2, batch_size=BATCH, costs=costs, keep=False)
+    panel = Panel(Reads, data, F.cross_entropy, num_ranks=2, batch_size=BATCH, costs=costs, keep=False)
     assert counted(panel).startswith("about ")
 
 
@@ -223,7 +223,7 @@ def shown(panel: Panel) -> ByteCounter:
 
 
 def test_a_click_on_run_ends_the_count_and_it_comes_back_after_the_run(slow: Slow, trainer: FakeTrainer):
-    panel = Panel(None, Twice, None, None, trainer=trainer, keep=False)
+    panel = Panel(Twice, None, None, trainer=trainer, keep=False)
     counter = shown(panel)
     assert slow.begun.wait(WAIT_TIMEOUT_S) and not slow.ended.is_set()
     panel._editor.controls.run.click()
@@ -237,7 +237,7 @@ def test_a_click_on_run_ends_the_count_and_it_comes_back_after_the_run(slow: Slo
 
 
 def test_a_call_of_the_session_ends_the_count_too_and_closing_the_panel_for_good(slow: Slow, trainer: FakeTrainer):
-    panel = Panel(None, Twice, None, None, trainer=trainer, keep=False)
+    panel = Panel(Twice, None, None, trainer=trainer, keep=False)
     calls: list[str] = []
     panel._editor.has_calls = lambda: bool(calls)
     counter = shown(panel)
@@ -253,13 +253,13 @@ def test_a_call_of_the_session_ends_the_count_too_and_closing_the_panel_for_good
 
 
 def test_a_strategy_that_never_was_valid_is_not_counted(slow: Slow, trainer: FakeTrainer):
-    panel = Panel(None, Twice, None, None, strategy="*: data@7", trainer=trainer, keep=False)
+    panel = Panel(Twice, None, None, strategy="*: data@7", trainer=trainer, keep=False)
     shown(panel).wait(WAIT_TIMEOUT_S)
     assert not slow.begun.is_set()
 
 
 def test_the_static_copy_is_written_again_after_a_count(slow: Slow, trainer: FakeTrainer):
-    panel = Panel(None, Twice, None, None, trainer=trainer, keep=False)
+    panel = Panel(Twice, None, None, trainer=trainer, keep=False)
     written: list[bool] = []
     panel._editor._on_change = lambda: written.append(True)
     slow.may_finish.set()

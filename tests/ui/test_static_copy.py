@@ -45,7 +45,7 @@ def step_time(html: str) -> str:
 
 def test_the_copy_has_the_predictions_of_the_machine_that_is_shown():
     offline = {"hardware": "v100-dgx1", "num_ranks": 4, "costs": gpt()}
-    panel = Panel(None, make_mlp, (32, 64), strategy=GPT_HYBRID, batch_size=32, **offline)
+    panel = Panel(make_mlp, (32, 64), strategy=GPT_HYBRID, batch_size=32, **offline)
     cell, editor, times = Cell(panel._copy), panel._editor, [step_time(panel._static_bundle()["text/html"])]
     for control, value in ((editor.machine.machine, "h200"), (editor.machine.sliders["flops"], 0.25)):
         control.value = value

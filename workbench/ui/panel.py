@@ -15,7 +15,8 @@ from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
 from workbench.cost.estimate import Estimate
 from workbench.cost.hardware import Hardware
-from workbench.session.cluster import Session
+from workbench.errors import NotStartedError
+from workbench.session.cluster import Session, find_current
 from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.session.scripts import script
 from workbench.theme import Palette
@@ -50,7 +51,6 @@ class Panel(widgets.VBox):
     same weights, takes the same batches, and is compared with one device.
 
     Args:
-        session: the engines to train on; None for a panel that only predicts, with ``hardware`` and ``num_ranks``.
         model_fn: makes the model, ``() -> nn.Module``. Every engine calls it after seeding.
         dataset: all samples in tensors or arrays: a tuple or dict of them, nested or not; or a Dataset whose items are
             tuples or dicts of these. A dict gives keyword arguments to the model, a tuple positional ones.
@@ -78,7 +78,8 @@ class Panel(widgets.VBox):
             guide "Keep logs where you keep them".
         hardware: the machine of the predictions: ``wb.planner.calibrate(session)``, a file, or a name ("h200"). None:
             no predictions.
-        num_ranks: number of ranks, without a session.
+        session: the engines to train on. Default: the current session.
+        num_ranks: predict for so many ranks, with ``hardware``, and train nothing. No session is needed.
         costs: of the model's layers. Default: counted from the model on metadata.
         trainer: describes the model and starts runs. Default: the session's engines.
 
@@ -86,16 +87,16 @@ class Panel(widgets.VBox):
         StrategyError: ``strategy`` does not parse. A strategy that does not fit the model is shown with its mistakes.
         HardwareError: no such machine or file.
         RunError: no writer has the name in ``log``, or its package is not installed.
-        ValueError: neither a session nor ``num_ranks``, or a function in place of the session.
+        NotStartedError: no session is open, and there is no ``num_ranks``.
+        ValueError: both ``session`` and ``num_ranks``, or a session in place of the model.
 
-    >>> panel = wb.Panel(session, make_mlp, digits(), cross_entropy, strategy="hybrid")      # doctest: +SKIP
+    >>> panel = wb.Panel(make_mlp, digits(), cross_entropy, strategy="hybrid")      # doctest: +SKIP
     >>> panel.run(); panel.wait(); panel.runs[-1].equal                                      # doctest: +SKIP
     True
     """
 
     def __init__(
         self,
-        session: Session | None,
         model_fn: Callable[[], nn.Module],
         dataset: Any,
         loss_fn: Callable[[Any, Any], Any] | None = None,
@@ -113,25 +114,29 @@ class Panel(widgets.VBox):
         keep: bool | SavedRuns = True,
         log: Log | None = None,
         hardware: Hardware | str | None = None,
+        session: Session | None = None,
         num_ranks: int | None = None,
         costs: ModelCosts | None = None,
         trainer: Trainer | None = None,
     ) -> None:
-        if callable(session):
-            raise ValueError(panel_texts.model_first(session))
+        if not callable(model_fn):
+            raise ValueError(panel_texts.session_first(model_fn))
+        if session is not None and num_ranks is not None:
+            raise ValueError(panel_texts.session_or_ranks(session.num_engines, num_ranks))
         job = (model_fn, dataset, loss_fn, collate_fn)
         options: dict[str, Any] = {
             "batch_size": batch_size, "steps": steps, "seed": seed,
             "optimizer_fn": optimizer_fn, "collate_fn": collate_fn, "count": count,
         }  # fmt: skip
-        self._is_offline = is_offline = session is None and trainer is None
-        if is_offline:
-            if num_ranks is None:
-                raise ValueError("Panel(None, ...): without a session, num_ranks= says for how many ranks to plan.")
+        saved = SavedRuns.of(keep)
+        self._is_offline = is_offline = trainer is None and num_ranks is not None
+        if trainer is None and num_ranks is not None:
             costs = costs or offline_trainer.costs_of(*job)
             trainer = offline_trainer.OfflineTrainer(costs, num_ranks, dataset, loss_fn, collate_fn)
-        saved = SavedRuns.of(keep)
-        if trainer is None:
+        elif trainer is None:
+            session = session or find_current()
+            if session is None:
+                raise NotStartedError(panel_texts.NO_ENGINES)
             trainer = SessionTrainer(
                 session, model_fn, dataset, loss_fn, strategy=strategy, keep=saved, check_steps=check_steps, log=log,
                 shuffle=shuffle, drop_last=drop_last, **options,

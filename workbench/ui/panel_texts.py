@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
     from workbench.ui.runs.trainer import Trainer
 
+NO_ENGINES = (
+    "Panel: no engines are running. Start them (%workbench start --engines 2 in a notebook, wb.Session(engines=2) in a "
+    "script), or give num_ranks=2 to predict only."
+)
 NO_RUN_YET = "No run yet. Run trains with the chosen strategy and shows here how it goes."
 
 
@@ -29,12 +33,20 @@ def why_ended(message: object, what: str, again: str) -> str:
     return reasons.get(message.kind, "")
 
 
-def model_first(model_fn: Callable[..., Any]) -> str:
-    """The error where a function stands in place of the session."""
-    name = getattr(model_fn, "__name__", "model_fn")
+def session_first(given: Any) -> str:
+    """The error where a session, or None, stands in place of the model."""
     return (
-        f"Panel({name}, ...): the first argument is a function, but a session comes first. Write "
-        f"wb.Panel(wb.Session.current(), {name}, ...), or wb.Panel(None, {name}, ..., num_ranks=2) to predict only."
+        f"Panel({type(given).__name__}, ...): the first argument is the function that makes the model. Write "
+        "wb.Panel(make_model, data, loss_fn) for the current session, session= for another one, or num_ranks=2 to "
+        "predict only."
+    )
+
+
+def session_or_ranks(num_engines: int, num_ranks: int) -> str:
+    """The error where a panel gets a session, and a number of ranks to predict for."""
+    return (
+        f"Panel(session=..., num_ranks={num_ranks}): the session has {num_engines} engines, and the panel trains on "
+        "these. Leave num_ranks= out, or leave session= out to predict only."
     )
 
 

@@ -15,7 +15,7 @@ from workbench.session.planning import SentCounter, first_batch, layer_costs
 if TYPE_CHECKING:
     from workbench.ui.planning.byte_counter import Counter  # a widget's; commands do without ipywidgets
 
-NO_ENGINES = "this panel has no engines: it predicts only. Give it a session to train with it."
+NO_ENGINES = "this panel has no engines: it predicts only. Make one without num_ranks= to train."
 
 
 def costs_of(
