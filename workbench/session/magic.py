@@ -21,6 +21,7 @@ from IPython.display import clear_output, display
 
 from workbench.session import cluster, completion, profiles
 from workbench.session.magic_commands import COMMANDS, check_options, describe_times
+from workbench.session.output.kept_messages import keep_messages
 from workbench.session.output.merging import Block, as_text, display_id
 from workbench.session.output.progress_bars import MergedBar
 from workbench.session.output.progress_bars import as_html as bars_as_html
@@ -39,6 +40,7 @@ def load_ipython_extension(ipython: Any) -> None:
     """Register the magics and the ``# %%global`` spelling. An engine, which has no session, gets neither."""
     if type(getattr(ipython, "kernel", None)).__module__.startswith("ipyparallel."):
         return
+    keep_messages()
     ipython.register_magics(SessionMagics(ipython))
     if not hasattr(ipython, "kernel"):
         ipython.kernel = None  # ipyparallel reads it when an engine shows a widget; shells in terminals have none

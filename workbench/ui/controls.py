@@ -14,6 +14,7 @@ from workbench.core.offload_kinds import CHOICES
 from workbench.core.options import PRECISIONS, SCHEDULES
 from workbench.core.presets import PRESETS, preset_name
 from workbench.core.strategy import Mistake
+from workbench.session.output.kept_messages import keep_messages
 from workbench.ui import page_restore
 from workbench.ui.assets import element
 from workbench.ui.failures import guarded
@@ -81,6 +82,7 @@ def display_widget(widget: widgets.Widget) -> None:
 
     Without a kernel only the copy has text: that of the widget would be from the time when it was first shown.
     """
+    keep_messages()
     page_restore.install()
     show_in_this_cell(widget)
     display(widget._repr_mimebundle_() | {"text/plain": ""}, raw=True)  # without any, nbconvert warns
