@@ -1,8 +1,8 @@
 """A notebook's kernel keeps what it says until its pages have it.
 
-zmq drops what a publisher sends while 1000 messages wait. A panel has some 500 widgets, and a cell that runs again makes
-as many as it closes: where the server was busy for a moment, the end was lost, and with it the panel, or that the cell
-has ended.
+zmq drops what a publisher sends while 1000 messages wait. A panel has some 500 widgets, and a cell that runs again
+closes as many as it makes: where the server was busy for a moment, the end was lost, and with it the panel, or that
+the cell has ended.
 """
 
 from __future__ import annotations
