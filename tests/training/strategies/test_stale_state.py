@@ -81,6 +81,9 @@ def test_clipping_and_scaling_of_parameters_that_were_replaced_are_errors():
         said = r"8 of 8 parameters are those of a module before wb\.parallelize"
         with pytest.raises(LayoutError, match=rf"clip_grad_norm_: {said}.*module\.parameters\(\)"):
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        with pytest.raises(LayoutError, match=rf"clip_grad_value_: {said}"):
+            torch.nn.utils.clip_grad_value_(iter(parameters), 1.0)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
         with pytest.raises(LayoutError, match=rf"GradScaler of SGD: {said}.*optimizer=optimizer"):
             scaler.step(optimizer)
 

@@ -26,6 +26,7 @@ from workbench.training.gradients.reduction import Term, change_gradients, start
 from workbench.training.gradients.shard import is_first_holder, state_spec
 from workbench.training.gradients.stale_optimizer import check_not_replaced
 
+_LIST_AGAIN = "List module.parameters() again, after wb.parallelize."
 _torch_total_norm: Callable[..., Any] = clip_grad._get_total_norm
 _torch_clip: Callable[..., Any] = clip_grad._clip_grads_with_norm_
 
@@ -107,7 +108,7 @@ def clip_with_norm(parameters: Any, max_norm: float, total_norm: torch.Tensor, f
         LayoutError: some of the parameters are those of a module before ``wb.parallelize``.
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    check_not_replaced("clip_grad_norm_", listed, "List module.parameters() again, after wb.parallelize.")
+    check_not_replaced("clip_grad_norm_", listed, _LIST_AGAIN)
     whole = value_on_all_ranks(total_norm) if isinstance(total_norm, GlobalTensor) else total_norm
     _torch_clip([p for p in listed if not isinstance(p, GlobalTensor)], max_norm, whole, foreach)
     with torch.no_grad(), local_torch():
@@ -120,6 +121,19 @@ def clip_with_norm(parameters: Any, max_norm: float, total_norm: torch.Tensor, f
     change_gradients([p for p in listed if isinstance(p, GlobalTensor)], multiply)
 
 
+def _clip_values(torchs_own: Callable[..., None]) -> Callable[..., None]:
+    """``torch.nn.utils.clip_grad_value_``, which ignores parameters without a gradient, and so all replaced ones."""
+
+    def clip(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        check_not_replaced("clip_grad_value_", listed, _LIST_AGAIN)
+        torchs_own(listed, clip_value, foreach)
+
+    return clip
+
+
+for _place in ("torch.nn.utils.clip_grad.clip_grad_value_", "torch.nn.utils.clip_grad_value_"):
+    patch(_place, "parameters that were replaced have no gradients to clip", _clip_values)
 for _place in ("torch.nn.utils.clip_grad._get_total_norm", "torch.nn.utils.get_total_norm"):
     patch(_place, "the norm of a shard is not that of its tensor", lambda torchs_own: total_norm)
 for _place in ("torch.nn.utils.clip_grad._clip_grads_with_norm_", "torch.nn.utils.clip_grads_with_norm_"):
