@@ -74,6 +74,21 @@ def test_a_process_group_of_several_makes_no_world_of_one():
         torch.distributed.destroy_process_group()
 
 
+def test_a_process_group_of_several_does_not_come_after_a_world_of_one():
+    """Each of these processes trained a model of its own."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    wb.init()
+    try:
+        with pytest.raises(WorldError, match=r"init_process_group: 2 ranks.*wb\.init\(\) has made a world of 1 before"):
+            torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+        assert not torch.distributed.is_initialized()
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    finally:
+        wb.shutdown()
+    assert not torch.distributed.is_initialized(), "it ends with the world"
+
+
 @pytest.mark.parametrize(("rank", "size"), [(1, None), (None, 0), (2, 2), (-1, 1)])
 def test_a_rank_outside_the_world_is_refused(monkeypatch, rank, size):
     """Of processes with RANK alone, each was a world of one."""

@@ -8,11 +8,12 @@ from workbench.tensors.torch_patches import (
     compile_ddp_fsdp,
     copying,
     joined_rows,
+    later_group,
     saving,
     torch_function_bypasses,
 )
 
 __all__ = [
-    "checkpoint", "compile_ddp_fsdp", "copying", "dispatch", "joined_rows", "rules", "saving",
-    "torch_function_bypasses",
+    "checkpoint", "compile_ddp_fsdp", "copying", "dispatch", "joined_rows", "later_group", "rules",
+    "saving", "torch_function_bypasses",
 ]  # fmt: skip
