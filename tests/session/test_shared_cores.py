@@ -31,12 +31,15 @@ def test_rank_environment():
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"), [("max 100000", 16), ("350000 100000", 4), ("50000 100000", 1), ("", 16)]
+    ("limit", "expected"), [("max 100000", 16), ("350000 100000", 4), ("50000 100000", 1), ("", 16), ("-1 100000", 16)]
 )
-def test_a_container_may_have_the_time_of_fewer_cores(tmp_path, monkeypatch: pytest.MonkeyPatch, limit, expected):
+@pytest.mark.parametrize("files", cores._QUOTA_FILES)
+def test_a_container_may_have_the_time_of_fewer_cores(tmp_path, monkeypatch, files, limit, expected):
     """On a host with 64 cores, each of two engines had 32 threads, and all of them the time of 4 cores."""
-    (tmp_path / "cpu.max").write_text(f"{limit}\n")
-    monkeypatch.setattr(cores, "_QUOTA", tmp_path / "cpu.max")
+    for name, text in zip(files, [limit] if len(files) == 1 else limit.split(), strict=False):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(cores, "_QUOTAS", tmp_path)
     monkeypatch.setattr(cores.os, "sched_getaffinity", lambda pid: range(16), raising=False)
     assert num_cores() == expected
 

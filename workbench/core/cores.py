@@ -6,7 +6,9 @@ import math
 import os
 from pathlib import Path
 
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_QUOTAS = Path("/sys/fs/cgroup")
+_QUOTA_FILES = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
+"""Where a container's time and its period stand: in one file, or on older systems in two."""
 _THREADS = "OMP_NUM_THREADS"
 _SHARED = "WORKBENCH_NUM_THREADS"
 """The same number, where the workbench has set it."""
@@ -17,11 +19,14 @@ def num_cores() -> int:
     container gets the time of fewer.
     """
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        time, period = map(int, _QUOTA.read_text().split())
-    except (OSError, ValueError):  # no container, or one with a time of "max"
-        return bound
-    return min(bound, math.ceil(time / period))
+    for files in _QUOTA_FILES:
+        try:
+            time, period = map(int, " ".join((_QUOTAS / name).read_text() for name in files).split())
+        except (OSError, ValueError):  # no container, or one with a time of "max"
+            continue
+        if time > 0:  # -1 is no limit
+            return min(bound, math.ceil(time / period))
+    return bound
 
 
 def shared_threads(num_ranks: int) -> dict[str, str]:
