@@ -9,9 +9,12 @@ slices of the heads. Both call the same kernel on blocks of scores. Results and 
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,12 +23,13 @@ import torch.nn.functional as F
 from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
 import workbench as wb
-from benchmarks.harness import interleave, launch_or_work, medians, together
-from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
+from benchmarks.harness import by_name, hand_in, interleave, is_launched, launch_often, medians, together
+from benchmarks.reporting import Target, over_launches, publish, ratios_side_by_side, table
 
 NUM_PROCESSES = (2, 4)
 _FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_THEIRS, _OURS = "torch's ring", "workbench"
 _LARGEST_DIFFERENCE = 1e-4
 _TARGET = Target(1.2, at_least=True)
 
@@ -108,33 +112,57 @@ def largest_difference(ours: Ours, other: Theirs) -> float:
     return max(float((whole[:, :, other.rows] - part).abs().max()) for whole, part in pairs)
 
 
-def compare(size: Size, rounds: int) -> tuple[list[list[str]], Comparison]:
-    """Rows of the table, and ours beside torch's."""
+def compare(size: Size, rounds: int) -> dict[str, float]:
+    """Seconds of a forward and backward of both, in turns."""
     ours, other = Ours(size), Theirs(size)
     difference = largest_difference(ours, other)
     if not difference <= _LARGEST_DIFFERENCE:
         raise AssertionError(f"{size}: the two differ by {difference:.1e}")
-    time_s = medians(interleave({"torch's ring": other, "workbench": ours}, rounds, 1, around=together))
-    rows = [[f"{size}: {name}", f"{time * 1e3:.1f}"] for name, time in time_s.items()]
-    return rows, side_by_side(str(size), time_s["workbench"], "torch", time_s["torch's ring"], size.target)
+    return medians(interleave({_THEIRS: other, _OURS: ours}, rounds, 1, around=together))
 
 
 def work(rounds: int) -> None:
-    """What each of the processes runs; the first one prints."""
+    """What each of the processes of a launch runs; the first one hands in."""
     wb.init()
-    found = [compare(size, rounds) for size in SIZES]
+    found = {str(size): compare(size, rounds) for size in SIZES}
     if wb.rank() == 0:
-        how = (
-            f"Forward and backward in 32 bits, {wb.world_size()} processes, one thread each; medians of {rounds} "
-            f"rounds. torch exchanges over gloo, the workbench over {wb.init().transport_name}. Results and gradients "
-            f"agree within {_LARGEST_DIFFERENCE:.0e}."
-        )
-        rows = [row for rows, _ in found for row in rows]
-        title = f"Attention on a split sequence against torch, {wb.world_size()} processes"
-        body = f"{how}\n\n{table(['', 'forward and backward, ms'], rows)}"
-        publish(f"context-parallel-{wb.world_size()}", title, body, [judged for _, judged in found])
+        hand_in({"times": found, "transport": wb.init().transport_name})
     dist.barrier()
 
 
+def report(launches: Sequence[Mapping[str, Any]], num: int, rounds: int) -> None:
+    """Print and keep the table of what launches on ``num`` processes have handed in."""
+    rows, judged = [], []
+    for size in SIZES:
+        time_s = by_name([launch["times"][str(size)] for launch in launches])
+        ratios = ratios_side_by_side(time_s[_THEIRS], time_s[_OURS])
+        for name, span in ((_THEIRS, ""), (_OURS, f"{min(ratios):.2f} to {max(ratios):.2f}")):
+            rows.append([f"{size}: {name}", f"{median(time_s[name]) * 1e3:.1f}", span])
+        judged.append(over_launches(str(size), time_s[_OURS], "torch", time_s[_THEIRS], size.target))
+    how = (
+        f"Forward and backward in 32 bits, {num} processes, one thread each; {len(launches)} launches, in each medians "
+        f"of {rounds} rounds; below are medians over the launches, and of our time beside torch's in the "
+        "same launch the least and the most. torch exchanges over gloo, the workbench over "
+        f"{launches[0]['transport']}. Results and gradients "
+        f"agree within {_LARGEST_DIFFERENCE:.0e}."
+    )
+    body = f"{how}\n\n{table(['', 'forward and backward, ms', 'time / torch, over launches'], rows)}"
+    publish(f"context-parallel-{num}", f"Attention on a split sequence against torch, {num} processes", body, judged)
+
+
+def main() -> int:
+    """Launch, or work if this process has been launched."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--launches", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15, help="rounds in each launch")
+    args = parser.parse_args()
+    if is_launched():
+        work(args.rounds)
+        return 0
+    for num in NUM_PROCESSES:
+        report(launch_often("benchmarks.context_parallel", num, sys.argv[1:], args.launches), num, args.rounds)
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(launch_or_work("benchmarks.context_parallel", __doc__, NUM_PROCESSES, work, rounds=15))
+    sys.exit(main())

@@ -32,7 +32,7 @@ NUM_PROCESSES = 2
 BEST, LAYERS = 2, 4
 NARROW, WIDE = (256, 512), (768, 2048)
 """Width of a token, and of an expert inside."""
-MANY_EXPERTS, FEW_TOKENS = 32, (4, 64)
+MANY_EXPERTS, FEW_TOKENS = (32, 128), (4, 64)
 FEW_EXPERTS, MANY_TOKENS = 8, (16, 128)
 _LEARNING_RATE = 1e-4
 _LARGEST_WEIGHT_DIFFERENCE = 1e-3
@@ -130,6 +130,19 @@ def check_equal(one: nn.Module, other: nn.Module) -> None:
         raise AssertionError(f"the two did not train alike: weights differ by {difference:.1e}")
 
 
+def beside_gathered(experts: int, rounds: int, calls: int) -> dict[str, dict[str, float]]:
+    """Seconds of a step with many experts, spread or gathered, and of its gradients alone."""
+    size = f"{experts} experts, {FEW_TOKENS[0]} x {FEW_TOKENS[1]} tokens"
+    found = dict[str, dict[str, float]]()
+    for what, updates in ((size, True), (f"{size}, forward and backward", False)):
+        layer = partial(Mixture, experts, *NARROW)
+        mixtures = {name: Training(layer, name, FEW_TOKENS, updates) for name in (_SPREAD, *_BESIDE)}
+        found[what] = medians(interleave(mixtures, rounds, calls, around=together))
+        for name in _BESIDE if updates else ():
+            check_equal(mixtures[_SPREAD].model, mixtures[name].model)
+    return found
+
+
 def beside_dense(sizes: tuple[int, int], rounds: int, calls: int) -> dict[str, float]:
     """Seconds of a step with few experts of these sizes, and of the dense model, on 2 processes and on one."""
     share = MANY_TOKENS[0] // NUM_PROCESSES, MANY_TOKENS[1]
@@ -144,35 +157,30 @@ def beside_dense(sizes: tuple[int, int], rounds: int, calls: int) -> dict[str, f
 def work(rounds: int, calls: int) -> None:
     """What each of the processes runs; the first one prints."""
     wb.init()
-    many = partial(Mixture, MANY_EXPERTS, *NARROW)
-    mixtures = {name: Training(many, name, FEW_TOKENS) for name in (_SPREAD, *_BESIDE)}
-    time_s = medians(interleave(mixtures, rounds, calls, around=together))
-    for name in _BESIDE:
-        check_equal(mixtures[_SPREAD].model, mixtures[name].model)
-    gradients = {name: Training(many, name, FEW_TOKENS, updates=False) for name in (_SPREAD, *_BESIDE)}
-    gradients_s = medians(interleave(gradients, rounds, calls, around=together))
-    del mixtures, gradients
+    found_s = dict[str, dict[str, float]]()
+    for experts, number in zip(MANY_EXPERTS, (rounds, max(1, rounds // 4)), strict=True):
+        found_s |= beside_gathered(experts, number, calls)
+    few_tokens = list(found_s)
     few_rounds = {NARROW: rounds, WIDE: max(1, rounds // 4)}  # a step of wide experts takes seconds
     dense_s = {sizes: beside_dense(sizes, number, calls) for sizes, number in few_rounds.items()}
     if wb.rank() == 0:
-        few_tokens = f"{MANY_EXPERTS} experts, {FEW_TOKENS[0]} x {FEW_TOKENS[1]} tokens"
-        no_update = f"{few_tokens}, forward and backward"
         many_tokens = {
             sizes: f"{FEW_EXPERTS} experts of {sizes[0]} x {sizes[1]}, {MANY_TOKENS[0]} x {MANY_TOKENS[1]} tokens"
             for sizes in dense_s
         }
-        found_s = {few_tokens: time_s, no_update: gradients_s} | {many_tokens[sizes]: s for sizes, s in dense_s.items()}
+        found_s |= {many_tokens[sizes]: s for sizes, s in dense_s.items()}
         rows = [[f"{size}: {name}", f"{s * 1e3:.1f}"] for size, found in found_s.items() for name, s in found.items()]
         how = (
             f"{LAYERS} layers, whose tokens take {BEST} experts of {NARROW[0]} x {NARROW[1]} if nothing "
             f"else is said; fused AdamW, {NUM_PROCESSES} processes over {wb.init().transport_name}, one thread each; "
-            f"medians of {rounds} rounds of {calls} steps, of wide experts {few_rounds[WIDE]}."
+            f"medians of {rounds} rounds of {calls} steps; of wide and of {MANY_EXPERTS[-1]} experts "
+            f"of {few_rounds[WIDE]} rounds."
         )
         faster = Target(3.0, at_least=True)
         judged = [
-            side_by_side(size, found[_SPREAD], theirs, found[name], faster)
+            side_by_side(size, found_s[size][_SPREAD], theirs, found_s[size][name], faster)
             for name, theirs in _BESIDE.items()
-            for size, found in ((few_tokens, time_s), (no_update, gradients_s))
+            for size in few_tokens
         ]
         for sizes, found in dense_s.items():
             beside_one = Target(1.1 * found[_ONE_MIXTURE] / found[_ONE_DENSE])
