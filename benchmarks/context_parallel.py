@@ -9,7 +9,6 @@ slices of the heads. Both call the same kernel on blocks of scores. Results and 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
 import workbench as wb
-from benchmarks.harness import by_name, hand_in, interleave, is_launched, launch_often, medians, together
+from benchmarks.harness import by_name, hand_in, interleave, launch_often_or_work, medians, together
 from benchmarks.reporting import Target, over_launches, publish, ratios_side_by_side, table
 
 NUM_PROCESSES = (2, 4)
@@ -150,19 +149,5 @@ def report(launches: Sequence[Mapping[str, Any]], num: int, rounds: int) -> None
     publish(f"context-parallel-{num}", f"Attention on a split sequence against torch, {num} processes", body, judged)
 
 
-def main() -> int:
-    """Launch, or work if this process has been launched."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--launches", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=15, help="rounds in each launch")
-    args = parser.parse_args()
-    if is_launched():
-        work(args.rounds)
-        return 0
-    for num in NUM_PROCESSES:
-        report(launch_often("benchmarks.context_parallel", num, sys.argv[1:], args.launches), num, args.rounds)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch_often_or_work("benchmarks.context_parallel", __doc__, NUM_PROCESSES, work, report, rounds=15))

@@ -14,7 +14,6 @@ do.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import workbench as wb
 from benchmarks.gpt import GPT, next_word_loss
-from benchmarks.harness import by_name, hand_in, interleave, is_launched, launch_often, medians, together
+from benchmarks.harness import by_name, hand_in, interleave, launch_often_or_work, medians, together
 from benchmarks.reporting import Target, over_launches, publish, ratios_side_by_side, table
 from benchmarks.resnet import no_norm, resnet18, resnet_small
 from workbench.cli.demo import digits, make_mlp
@@ -237,20 +236,5 @@ def report(launches: Sequence[Mapping[str, Mapping[str, float]]], num: int, roun
     publish(f"data-parallel-{num}", f"Data parallel against torch, {num} processes", body, judged)
 
 
-def main() -> int:
-    """Launch, or work if this process has been launched."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--launches", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=20, help="rounds in each launch")
-    parser.add_argument("--calls", type=int, default=5, help="steps per round")
-    args = parser.parse_args()
-    if is_launched():
-        work(args.rounds, args.calls)
-        return 0
-    for num in NUM_PROCESSES:
-        report(launch_often("benchmarks.data_parallel", num, sys.argv[1:], args.launches), num, args.rounds, args.calls)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch_often_or_work("benchmarks.data_parallel", __doc__, NUM_PROCESSES, work, report, rounds=20, calls=5))

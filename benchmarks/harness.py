@@ -28,7 +28,12 @@ from statistics import median
 from typing import Any
 
 _HANDED_IN = "BENCHMARK_HANDED_IN"
-_OPTIONS = {"rounds": "turns of each candidate", "calls": "calls of a candidate in its turn"}
+_OPTIONS = {
+    "launches": "how often the processes are started",
+    "rounds": "turns of each candidate",
+    "calls": "calls of a candidate in its turn",
+}
+_LAUNCHES = 5
 
 Action = Callable[[], object]
 
@@ -130,14 +135,40 @@ def launch_or_work(
 
     ``options`` are those of the command line, with defaults, and the arguments of ``work``.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in options.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=_OPTIONS.get(name))
-    arguments = vars(parser.parse_args())
+    arguments = _arguments(description, options)
     if not is_launched():
         return max(launch(module, number, sys.argv[1:]) for number in processes)
     work(**arguments)
     return 0
+
+
+def launch_often_or_work(
+    module: str,
+    description: str | None,
+    processes: Sequence[int],
+    work: Callable[..., object],
+    report: Callable[..., object],
+    **options: int,
+) -> int:
+    """``launch_or_work`` with several launches on each number of processes. ``report`` gets what they have handed in,
+    the number, and the options.
+    """
+    arguments = _arguments(description, {"launches": _LAUNCHES} | options)
+    num_launches = arguments.pop("launches")
+    if is_launched():
+        work(**arguments)
+        return 0
+    for number in processes:
+        report(launch_often(module, number, sys.argv[1:], num_launches), number, **arguments)
+    return 0
+
+
+def _arguments(description: str | None, options: Mapping[str, int]) -> dict[str, int]:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in options.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=_OPTIONS.get(name))
+    return vars(parser.parse_args())
 
 
 def is_launched() -> bool:
