@@ -311,7 +311,8 @@ MARK_OUTPUTS = """([first, last]) => {
 
 FADED = """async () => {
     const frame = () => new Promise(requestAnimationFrame);
-    const ends = animation => animation.effect?.getComputedTiming().endTime !== Infinity;
+    const ends = animation => animation.effect?.getComputedTiming().endTime !== Infinity
+        && !animation.animationName?.startsWith('cm-blink');  // a cursor out of sight blinks for ever
     await frame();
     await Promise.allSettled(document.getAnimations().filter(ends).map(animation => animation.finished));
     await frame();
