@@ -136,7 +136,7 @@ class Panel(widgets.VBox):
         elif trainer is None:
             session = session or find_current()
             if session is None:
-                raise NotStartedError(panel_texts.NO_ENGINES)
+                raise NotStartedError(panel_texts.NO_SESSION)
             trainer = SessionTrainer(
                 session, model_fn, dataset, loss_fn, strategy=strategy, keep=saved, check_steps=check_steps, log=log,
                 shuffle=shuffle, drop_last=drop_last, **options,

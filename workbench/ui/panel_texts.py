@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from workbench.ui.runs.trainer import Trainer
 
-NO_ENGINES = (
+NO_SESSION = (
     "Panel: no engines are running. Start them (%workbench start --engines 2 in a notebook, wb.Session(engines=2) in a "
     "script), or give num_ranks=2 to predict only."
 )

@@ -7,8 +7,7 @@ the cell has ended.
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+from workbench.session.output.start_progress import ipython_shell
 
 
 def keep_messages() -> None:
@@ -16,7 +15,6 @@ def keep_messages() -> None:
 
     ZeroMQ's manual, ``zmq_setsockopt``: the limit may change while a socket is in use.
     """
-    shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    channel = getattr(getattr(shell, "kernel", None), "iopub_thread", None)
+    channel = getattr(getattr(ipython_shell(), "kernel", None), "iopub_thread", None)
     if channel is not None and hasattr(channel.socket, "set_hwm"):
         channel.schedule(lambda: channel.socket.set_hwm(0))
