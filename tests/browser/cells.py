@@ -41,6 +41,17 @@ layers.append(Layer("out", "Conv3d", {"weight": (128, 128, 3, 3, 3)}, 442368))
 wb.Panel(convolutions, (32, 3, 16, 16), cross_entropy, num_ranks=2,
          costs=ModelCosts(tuple(map(LayerCost, layers))))
 """
+EXPERTS = """
+def experts(): "Only its name is shown."
+
+from workbench.core.model_costs import LayerCost, ModelCosts
+from workbench.core.rows import Layer
+layers = [Layer(f"blocks.{n}.{name}", kind, {"weight": (8, 64, 64) if number else (8, 64)}, experts=number)
+          for n in range(2) for name, kind, number in (("router", "Linear", 0), ("experts", "Experts", 8))]
+layers.append(Layer("experts", "Experts", {"up": (8, 64, 64)}, experts=8))
+wb.Panel(experts, (32, 64), cross_entropy, num_ranks=8, strategy="*: data; *: expert:4",
+         costs=ModelCosts(tuple(map(LayerCost, layers))))
+"""
 RUNS = f"""
 from workbench.session.comparison.compare import CompareResult
 wb.draw.runs(CompareResult.from_json(open({str(Path(__file__).with_name("six_runs.json"))!r}).read()))
@@ -58,7 +69,7 @@ box
 """
 """A live figure alone."""
 
-CELLS = [SETUP, PANEL, DEEP, CONVOLUTIONS, RUNS, FIGURE, ""]
+CELLS = [SETUP, PANEL, DEEP, CONVOLUTIONS, EXPERTS, RUNS, FIGURE, ""]
 NOTEBOOK = "cells.ipynb"
 
 

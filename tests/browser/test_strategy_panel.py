@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.cells import CONVOLUTIONS, DEEP, PANEL, open_cells, show
+from tests.browser.cells import CONVOLUTIONS, DEEP, EXPERTS, PANEL, open_cells, show
 from tests.ui.models import GPT_HYBRID
 
 pytestmark = pytest.mark.browser
@@ -34,6 +34,11 @@ def both(lab_page: Any) -> Any:
 
 def panel(lab_page: Any, number: int = 0) -> Any:
     return lab_page.page.locator(".wb-panel").nth(number)
+
+
+def panel_with(lab_page: Any, pattern: str) -> Any:
+    """The panel that has this row, which no other one has."""
+    return lab_page.page.locator(f".wb-panel:has(.wb-row[data-row='{pattern}'])")
 
 
 def row(lab_page: Any, pattern: str, number: int = 0) -> Any:
@@ -225,8 +230,20 @@ def test_shapes_of_convolutions_are_shown_beside_their_names(notebook: Any) -> N
         notebook.page.set_viewport_size({"width": width, "height": 1400})
         notebook.settle()
         assert notebook.page.evaluate(OVERLAPS) == [], width
-        shown = row(notebook, "out", -1).locator(".weight").inner_text()
+        shown = panel_with(notebook, "out").locator(".wb-row[data-row='out'] .weight").inner_text()
         assert shown == "128 \u00d7 128 \u00d7 3 \u00d7 3 \u00d7 3", width
+
+
+def test_three_choices_have_room_beside_their_layouts(notebook: Any) -> None:
+    show(notebook, EXPERTS, ".wb-row[data-row='experts']")
+    shown = panel_with(notebook, "experts")
+    shown.locator(".wb-fold").first.click()
+    shown.locator(".wb-choice", has_text="expert:4").wait_for()
+    for width in (1280, 800):
+        notebook.page.set_viewport_size({"width": width, "height": 1400})
+        notebook.settle()
+        assert notebook.page.evaluate(OVERLAPS) == [], width
+    assert shown.locator(".wb-row[data-row='experts'] .wb-opt").all_inner_texts()[:3] == ["data", "model", "expert"]
 
 
 def the_legend_says_what_the_words_mean(lab_page: Any) -> None:
@@ -336,11 +353,11 @@ OVERLAPS = """() => {
     for (const panel of document.querySelectorAll('.wb-panel')) {
         const frame = panel.getBoundingClientRect();
         const boxes = [];
-        const parts = '.wb-row .num, .wb-row .label, .badge b, .wb-seg, .act, .wb-bar button, .wb-field';
+        const parts = '.wb-row :is(.num, .label), .badge b, .wb-seg, .wb-choice, .sbp, .act, .wb-bar button, .wb-field';
         for (const element of panel.querySelectorAll(parts)) {
             const text = new Range();
             text.selectNodeContents(element);
-            const box = (element.matches('.num') ? text : element).getBoundingClientRect();
+            const box = (element.matches('.num, .sbp') ? text : element).getBoundingClientRect();
             if (!box.width || !box.height || getComputedStyle(element).visibility === 'hidden') continue;
             const scroller = element.closest('.wb-rows');
             const canScroll = scroller && scroller.scrollWidth > scroller.clientWidth;

@@ -332,6 +332,29 @@ def test_experts_are_toggled_and_other_layers_of_the_row_keep_their_choice():
     assert state.can_run and "expert" in state.text
 
 
+@pytest.mark.parametrize(
+    ("written", "fix", "text"),
+    [
+        ("*.ffn.experts: expert", "blocks.*.ffn.experts: expert", "*: data; blocks.*.ffn.experts: expert"),
+        ("*1.ffn: model", "blocks.1.ffn: model", "*: data; blocks.1.ffn: model"),
+        ("*gate*: model", "blocks.*.ffn.gate: model", "*: data; blocks.*.ffn.gate: model"),
+    ],
+)
+def test_a_star_over_several_names_gets_the_row_that_says_so(written: str, fix: str, text: str):
+    layers = [
+        Layer(f"blocks.{n}.ffn.{name}", name, {"weight": (8, 4, 4)}, experts=experts)
+        for n in range(3)
+        for name, experts in (("gate", 0), ("experts", 8 * n))
+    ]
+    state = PanelState(layers, 4, f"*: data; {written}")
+    assert [mistake.message for mistake in state.mistakes] == [
+        f"no layer matches {written.split(':')[0]!r}: a * is a part of one name, between two dots"
+    ]
+    assert state.mistakes[0].fixes == (f"write {fix!r}",)
+    apply_fix(state, state.mistakes[0].fixes[0])
+    assert state.can_run and state.text == text
+
+
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("seed", range(20))
 def test_edits_reach_their_layers_whatever_the_names_are(seed: int):

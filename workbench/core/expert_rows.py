@@ -56,7 +56,9 @@ def mistakes_of_experts(
     found: list[tuple[str | None, str, tuple[str, ...]]] = [
         (None, f"row '{row}' covers no experts; {_where_they_are(having)}", ())
         for row in rows
-        if row.parallel == "expert" and not any(row.matches(layer.name) for layer in having)
+        if row.parallel == "expert"
+        and not any(row.matches(layer.name) for layer in having)
+        and any(row.matches(layer.name) for layer in layers)  # else the row has another mistake already
     ]
     known = set[tuple[Row, str]]()
     for layer, row, width in zip(layers, deciding, widths, strict=True):

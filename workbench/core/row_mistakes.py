@@ -62,7 +62,27 @@ def _without_match(rows: Sequence[Row], layers: Sequence[Layer]) -> list[tuple[s
             message = f"no layer matches {row.pattern!r}: a pattern knows * and ranges of numbers, as in blocks.[0-3]"
             found.append((message, ("write a row for each, or a range",)))
             continue
+        spanned = _over_names(row.pattern, paths)
+        if spanned:
+            message = f"no layer matches {row.pattern!r}: a * is a part of one name, between two dots"
+            found.append((message, tuple(f"write {str(replace(row, pattern=each))!r}" for each in spanned)))
+            continue
         near = difflib.get_close_matches(row.pattern, paths, n=3, cutoff=0.3) or paths[:3]
         fixes = tuple(f"write {str(replace(row, pattern=name))!r}" for name in near)
         found.append((f"no layer matches {row.pattern!r}; nearest: {', '.join(near)}", fixes))
     return found
+
+
+def _over_names(pattern: str, paths: Sequence[str]) -> list[str]:
+    """The patterns of the modules that a pattern covers if its ``*`` may have dots; of modules that differ by their
+    numbers only, one.
+
+    >>> _over_names("*.experts", ["blocks.0.gate", "blocks.0.experts", "blocks.1.experts"])
+    ['blocks.*.experts']
+    """
+    regex = re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
+    alike = dict[tuple[str, ...], list[list[str]]]()
+    for names in (path.split(".") for path in paths if regex.fullmatch(path)):
+        alike.setdefault(tuple("*" if name.isdecimal() else name for name in names), []).append(names)
+    columns = [zip(*group, strict=True) for group in alike.values()]
+    return [".".join(names[0] if len(set(names)) == 1 else "*" for names in each) for each in columns[:3]]

@@ -129,6 +129,11 @@ function weightsWidth(rows) {
   return Math.ceil(Math.max(82, ...rows.map((row) => textWidth(row.weight, 12) + 12)));
 }
 
+// Two choices, or three where a row has experts.
+function choicesWidth(rows) {
+  return rows.some((row) => row.experts.length) ? 158 : 104;
+}
+
 function textWidth(text, size) {
   const canvas = (textWidth.canvas ??= document.createElement("canvas")).getContext("2d");
   canvas.font = `${size}px ${getComputedStyle(document.body).getPropertyValue("--jp-ui-font-family") || "sans-serif"}`;

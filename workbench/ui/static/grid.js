@@ -44,6 +44,7 @@ class Grid {
     this.root.style.setProperty("--ranks-width", `${view.ranks_width}px`);
     this.root.style.setProperty("--name-width", `${namesWidth(view.rows)}px`);
     this.root.style.setProperty("--weight-width", `${weightsWidth(view.rows)}px`);
+    this.root.style.setProperty("--choice-width", `${choicesWidth(view.rows)}px`);
     this.root.style.setProperty("--stage-width", `${stageWidth(view)}px`);
     this.root.classList.toggle("few", view.stage_options.length < 2);
     this.root.setAttribute("aria-rowcount", view.rows.length + 1);
