@@ -54,7 +54,7 @@ class StepBlock(JsonRecord):
         time_s, boxing_s, boxed_bytes: by rank, then by step: seconds of the step, seconds of it inside exchanges
             (moving, and waiting for others), bytes that the rank sent.
         memory_bytes: by rank, at the end of the block: kinds of ``MEMORY_KINDS``, and ``"peak"``, the process's largest
-            resident size above its warm baseline. Empty where it was not measured.
+            resident size above its warm baseline, without pages of files. Empty where it was not measured.
         num_steps: number of planned steps; 0 if unknown.
         devices: by rank, at the end of the block: those of ``DEVICE_KINDS`` that are known. Empty without GPUs.
         values: other values by name, as (step, value), see ``core.step_values``. A step may be an earlier one: an

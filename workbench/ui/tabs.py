@@ -57,7 +57,8 @@ TERMS = {
     "it; 'beside the rows' are activations that skip rows, or exchanges inside a forward, which no badge shows.",
     "other": "Memory at the peak that is neither parameters nor gradients, optimizer state, activations or buffers of "
     "boxings: temporaries, what the allocator keeps for later, libraries.",
-    "peak": "The largest memory of a rank's process above what it needed before the model was there.",
+    "peak": "The largest memory of a rank's process above what it needed before the model was there, without pages of "
+    "files, such as libraries.",
 }
 """By word, in the order in which a reader meets them. Fields of these names have them as tips."""
 

@@ -47,6 +47,21 @@ def test_pages_that_go_away_hide_nothing(is_file, tmp_path):
     assert touched == 0 and meter.peak_bytes() >= len(kept) - UNCOUNTED
 
 
+def test_pages_of_files_that_come_meanwhile_count_nowhere(tmp_path):
+    """As those of libraries do in the first run of a process. The system takes them back where it needs memory."""
+    path = tmp_path / "data"
+    path.write_bytes(bytes(2 * HELD))
+    meter = PeakMeter(torch.device("cpu"))
+    with open(path) as file:
+        mapped = mmap.mmap(file.fileno(), 2 * HELD, prot=mmap.PROT_READ)
+        assert sum(mapped[place] for place in range(0, len(mapped), 4096)) == 0
+    assert meter.peak_bytes() < UNCOUNTED
+    with uncounted_in_peaks():
+        mapped.close()
+    hold()
+    assert HELD - UNCOUNTED <= meter.peak_bytes() < HELD + UNCOUNTED
+
+
 def test_what_records_counts_in_no_peak():
     """Neither its highest point nor what stays of it; what the run holds before and after does."""
     meter = PeakMeter(torch.device("cpu"))

@@ -156,10 +156,11 @@ def uncounted_in_peaks() -> Iterator[None]:
 class PeakMeter:
     """Peak memory of this process above where it stood when the meter was made.
 
-    On Linux CPUs: peak resident size, with the kernel's mark reset and freed pages given back first; at least what
-    was allocated and is held when it is asked, since the resident size falls where the kernel takes back pages of files
-    (libraries, data) or buffers from before are unmapped. On CUDA: the allocator's peak. Elsewhere: the largest
-    resident size at the moments when it was asked.
+    On Linux CPUs: peak resident size without pages of files that came meanwhile (libraries, in the first run of a
+    process, and data), with the kernel's mark reset and freed pages given back first; at least what was allocated and
+    is held when it is asked, since the resident size falls where the kernel takes back pages of files or buffers from
+    before are unmapped. On CUDA: the allocator's peak. Elsewhere: the largest resident size at the moments when it was
+    asked.
 
     ``collects_garbage``: first free what only cycles hold, so that its pages do not hide the run's. This takes up to
     half a second: not where other ranks live in the same process, or where the peak is not of interest.
@@ -177,7 +178,7 @@ class PeakMeter:
             return
         _return_freed_pages()
         self._can_reset = _reset_peak()
-        self._baseline, self._allocated = self._held()
+        self._baseline, self._resident = self._held()
         self._largest = 0
         _meters.add(self)
 
@@ -199,9 +200,10 @@ class PeakMeter:
         if not self._can_reset:
             self._largest = max(self._largest, psutil.Process().memory_info().rss - self._baseline)
             return self._largest
-        now = _allocated_bytes()
-        grown = sum(max(0, size - self._allocated[kind]) for kind, size in now.items())
-        self._largest = max(self._largest, _status_bytes("VmHWM")["VmHWM"] - self._baseline, grown)
+        grown = {kind: max(0, size - self._resident[kind]) for kind, size in _resident_bytes().items()}
+        files = grown.pop(_FILES)
+        peak = _status_bytes("VmHWM")["VmHWM"] - self._baseline - files
+        self._largest = max(self._largest, peak, sum(grown.values()))
         return self._largest
 
     @property
@@ -224,17 +226,17 @@ class PeakMeter:
             self._num_pauses -= 1
             if self.is_paused:
                 return
-            resident, allocated = self._before
+            total, resident = self._before
             _return_freed_pages()
-            now, allocated_now = self._held()
-            self._baseline += now - resident
-            for kind, size in allocated_now.items():
-                self._allocated[kind] += size - allocated[kind]
+            now, resident_now = self._held()
+            self._baseline += now - total
+            for kind, size in resident_now.items():
+                self._resident[kind] += size - resident[kind]
             _reset_peak()
 
     def _held(self) -> tuple[int, dict[str, int]]:
-        """Resident bytes, and those of them that belong to no file, by kind."""
-        return psutil.Process().memory_info().rss, _allocated_bytes() if self._can_reset else {}
+        """Resident bytes, in all and by kind."""
+        return psutil.Process().memory_info().rss, _resident_bytes() if self._can_reset else {}
 
 
 def _return_freed_pages() -> None:
@@ -253,9 +255,12 @@ def _reset_peak() -> bool:
         return False
 
 
-def _allocated_bytes() -> dict[str, int]:
-    """Resident bytes of this process that belong to no file: its own, and those that it shares with other ranks."""
-    return _status_bytes("RssAnon", "RssShmem")
+_FILES = "RssFile"
+
+
+def _resident_bytes() -> dict[str, int]:
+    """Resident bytes of this process: its own, those that it shares with other ranks, and those of files."""
+    return _status_bytes("RssAnon", "RssShmem", _FILES)
 
 
 def _status_bytes(*names: str) -> dict[str, int]:
