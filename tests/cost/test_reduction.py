@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from workbench.core.strategy import Strategy
+from workbench.cost.estimate import estimate
 from workbench.cost.hardware import Link
 from workbench.cost.hardware_files import load_hardware
 from workbench.cost.reduction import reduction_s
@@ -62,3 +64,21 @@ def test_a_chunk_is_exchanged_while_others_are_computed() -> None:
     # gathers have one bucket, of so many data ranks
     beside_s = 4 * 0.2 * 3 / 4  # four micro-batches of the three other chunks
     assert reduction_s(chunks, setting) == pytest.approx(GATHERS_S + max(SUMS_S / 4, SUMS_S - beside_s))
+
+
+@pytest.mark.parametrize("on_cores", [True, False])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_rows_of_data_cost_as_much_over_the_model_axis(zero: int, on_cores: bool) -> None:
+    """They divide the batch among all ranks of a stage, whichever axis these are on.
+
+    Under ``zero=3`` the gathers of tables that backward leaves out are known for the data axis only.
+    """
+    model = transformer_costs(Transformer(hidden=256, heads=4, layers=4, vocab=512, seq=32))
+    hardware = replace(load_hardware("h100-sxm-ib"), exchanges_on_cores=on_cores)
+    prices = []
+    for degrees in ("2x4x1", "2x1x4"):
+        half = model.layers[len(model.layers) // 2].name
+        strategy = Strategy(f"*: data; {half}: data@1 | {degrees} mb=2 zero={zero}").resolve(model.layers, 8)
+        found = estimate(model, strategy, hardware, 64)
+        prices.append((found.gradient_s, found.optimizer_s, found.step_s, found.peak_bytes))
+    assert prices[0] == pytest.approx(prices[1], rel=1e-9)

@@ -229,6 +229,14 @@ def test_a_head_that_is_the_table_is_priced_as_an_estimate_prices_it() -> None:
     assert plan.layers["parameters"].sum() == costs.num_parameters
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_rows_of_data_alone_need_no_model_axis(zero: int) -> None:
+    """They divide the batch over either axis for the same price, and only one of them is read without a question."""
+    found = search(decoder(4), hardware(), 8, 32, constraints=Constraints(layers="*: data", pipeline=2, zero=zero))
+    others = [each.strategy.degrees for each in found.others]
+    assert found.resolved.degrees == (2, 4, 1) and (2, 1, 4) in others
+
+
 def test_every_cut_into_stages() -> None:
     assert list(stage_assignments(3, 2)) == [(0, 1, 1), (0, 0, 1)]
     assert list(stage_assignments(3, 1)) == [(0, 0, 0)]

@@ -12,6 +12,7 @@ from workbench.core.weight_splits import tied_pairs
 from workbench.cost.between_stages import hops_of, on_all_ranks, prices_with_ties, tied_s
 from workbench.cost.calls import prices_with_calls
 from workbench.cost.hardware import Hardware
+from workbench.cost.layers import NO_WEIGHTS
 from workbench.cost.memory import live_micro_batches, memory_of, postponed_micro_batches
 from workbench.cost.reduction import optimizer_s, reduced_bytes, reduction_s, statistics_of
 from workbench.cost.schedule import makespan_s, timeline_of
@@ -153,10 +154,7 @@ def combine(
     bubble = idle if idle > _ROUNDING * makespan else 0.0
     gradient = max(reduction_s([stages[s] for s in mine], settings[mine[0]]) for mine in slices)
     gradient += tied_s(model, strategy, settings)
-    update = max(
-        optimizer_s(sum(stages[s].weights for s in mine), settings[mine[0]], sum(stages[s].apart for s in mine))
-        for mine in slices
-    )
+    update = max(optimizer_s(sum((stages[s].trained for s in mine), NO_WEIGHTS), settings[mine[0]]) for mine in slices)
     update += hardware.step_s
     step = makespan + gradient + update
     alive, postponed = live_micro_batches(strategy), postponed_micro_batches(strategy)

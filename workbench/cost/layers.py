@@ -261,6 +261,7 @@ def _backward_dims(work: OpCost, row: LayerCost, choice: ResolvedLayer, setting:
     weight = max(row.layer.shapes.values(), key=prod, default=())
     outputs = prod(weight) / work.inner if weight else 0.0
     rows = setting.samples * prod(row.output_shape[:-1]) if row.output_shape is not None else 0.0
+    rows /= setting.batch_parts if choice.parallel == "data" else 1
     return outputs / (setting.model if choice.split == "column" else 1), rows
 
 
@@ -329,13 +330,14 @@ def state_bytes(
     software, precision = setting.software, setting.precision
     parameter = software.parameter_bytes(precision)
     sizes = parameter, software.gradient_bytes(precision), setting.optimizer_bytes
-    sharded = _sharded(Weights(weights, shared, apart), setting)
-    held = [sharded if setting.zero >= stage else weights for stage in (3, 2, 1)]
+    shard = sharded(Weights(weights, shared, apart), setting)
+    held = [shard if setting.zero >= stage else weights for stage in (3, 2, 1)]
     parameters, gradients, optimizer = (number * size for number, size in zip(held, sizes, strict=True))
-    still = _sharded(frozen, setting) if setting.zero == 3 else frozen.number
+    still = sharded(frozen, setting) if setting.zero == 3 else frozen.number
     return parameters + still * parameter, gradients, optimizer
 
 
-def _sharded(weights: Weights, setting: StageSettings) -> float:
+def sharded(weights: Weights, setting: StageSettings) -> float:
+    """The number of weights in a rank's shard under ZeRO."""
     number, shared, apart = weights
     return (number - shared - apart) / setting.shards + apart + shared / (setting.shards * setting.model)

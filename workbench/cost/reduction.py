@@ -28,7 +28,7 @@ from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.cost.calls import num_calls
 from workbench.cost.collectives import exchange_s, summed_bytes
-from workbench.cost.layers import ITEMSIZE_16_BIT
+from workbench.cost.layers import ITEMSIZE_16_BIT, Weights, sharded
 from workbench.cost.offload import offload_bytes_per_s, offloads
 from workbench.cost.software import optimizer_of
 from workbench.cost.stage_settings import StageSettings
@@ -60,14 +60,14 @@ def reduced_bytes(stage: StagePrice, setting: StageSettings) -> tuple[float, flo
     g, p = software.gradient_bytes(setting.precision), software.parameter_bytes(setting.precision)
     gathers = 3 if software.gathers_again and setting.recompute else 2
     per_weight = {0: 2 * g, 1: g + p, 2: m * g + p, 3: m * (g + gathers * p)}[setting.zero]
-    across = per_weight * (stage.weights - stage.apart)
+    across, inside = per_weight * (stage.weights - stage.apart), per_weight * stage.shared
     if setting.zero == 3:
         across += m * gathers * p * (stage.frozen.number - stage.frozen.apart)
         across -= m * (p * stage.tables + (p - ITEMSIZE_16_BIT) * stage.cast_weights)
+        inside += m * gathers * p * stage.frozen.shared
     n = setting.shards if setting.zero else d
     own = ((stage.weights - stage.apart - stage.shared) + stage.shared / t) / n
     between = 2 * g * (m if setting.zero == 2 else 1) * own * (1 - n / d)
-    inside = per_weight * stage.shared + (m * gathers * p * stage.frozen.shared if setting.zero == 3 else 0.0)
     return across * (1 - 1 / n), inside * (1 / n - 1 / (n * t)), between
 
 
@@ -82,8 +82,9 @@ def reduction_s(stages: Sequence[StagePrice], setting: StageSettings) -> float:
     gathers_s = seconds * _gathered_part(setting) if software.hides_gathers else 0.0
     seconds += exchange_s(hardware, between, setting.data // n, n * t, "gradients", software.uses_all_adapters)
     if hardware.exchanges_on_cores:
-        starts = _num_exchanges(stages, setting) - 1 if across else 0
-        return seconds + starts * exchange_s(hardware, _NEXT_TO_NOTHING, setting.data, setting.model, "gradients")
+        starts = _num_exchanges(stages, setting) - 1 if across or inside else 0
+        axis = (setting.data, t) if across else (t, 1)
+        return seconds + starts * exchange_s(hardware, _NEXT_TO_NOTHING, *axis, "gradients")
     if setting.stages > 1 and not software.hides_gradients_of_pipelines:
         return seconds
     forward = sum(stage.forward_s for stage in stages)
@@ -171,15 +172,15 @@ def _statistics(
     return ()
 
 
-def optimizer_s(weights: float, setting: StageSettings, apart: float = 0.0) -> float:
-    """Seconds of the update: passes over memory; under ZeRO, of the rank's shard, which has all that is ``apart``.
+def optimizer_s(weights: Weights, setting: StageSettings) -> float:
+    """Seconds of the update: passes over memory; under ZeRO, of the rank's shard.
 
     An offloaded state comes and goes: beside the update on GPUs, besides it on CPUs.
     """
     per_weight = optimizer_of(setting.optimizer).update
     if setting.software.has_master_weights and setting.precision != "fp32":
         per_weight += _MASTER_PASSES
-    mine = (weights - apart) / (setting.shards if setting.zero else 1) + apart
+    mine = sharded(weights, setting) if setting.zero else weights.number
     seconds = mine * per_weight / setting.hardware.memory_bandwidth_bytes_per_s
     if not offloads(setting, "optimizer"):
         return seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,6 +70,11 @@ class StagePrice:
     leaving: float = 0.0
     frozen: Weights = NO_WEIGHTS
     result_gradients: float = 0.0
+
+    @property
+    def trained(self) -> Weights:
+        """The weights that it updates."""
+        return Weights(self.weights, self.shared, self.apart)
 
     @property
     def postponed_bytes(self) -> float:
@@ -186,7 +191,7 @@ def _added_up(
     offloaded = optimizer if offloads(setting, "optimizer") else 0.0
     if offloaded:
         part = setting.software.parameter_bytes(setting.precision) / (setting.shards if setting.zero else 1)
-        sizes = [size * part for size in _tensors(model, updated, prices, setting)]
+        sizes = [size * part for size in _tensors(model, {i: prices[i].weights for i in updated}, setting)]
         optimizer, updating = state_here_bytes(offloaded, sizes, setting)
         peaks = peaks._replace(update_bytes=peaks.update_bytes + updating)
     backward = input_s + boxing_back + again.compute_s + again.boxing_s + weight_s
@@ -233,22 +238,21 @@ def _added_up(
 def _buckets(
     model: ModelCosts, updated: Sequence[int], prices: Sequence[LayerPrice], setting: StageSettings
 ) -> tuple[int, int]:
-    """Number of buckets of trained parameters. Backward fills them from the last parameter on."""
+    """Number of buckets of trained parameters that ranks sum. Backward fills them from the last parameter on."""
     each = setting.software.gradient_bytes(setting.precision)
-    sizes = [number * each for number in _tensors(model, updated, prices, setting)]
+    summed = {i: prices[i].weights if setting.data > 1 else prices[i].shared for i in updated}
+    sizes = [number * each for number in _tensors(model, summed, setting)]
     return num_buckets(sizes[::-1], bucket_bytes(sum(sizes))), num_buckets(sizes, LARGEST_BYTES)
 
 
-def _tensors(
-    model: ModelCosts, updated: Sequence[int], prices: Sequence[LayerPrice], setting: StageSettings
-) -> list[float]:
-    """The sizes of a rank's trained parameters."""
+def _tensors(model: ModelCosts, weights: Mapping[int, float], setting: StageSettings) -> list[float]:
+    """The sizes of a rank's trained parameters, from how many weights it has of each row."""
     sizes = []
-    for i in updated:
+    for i, held in weights.items():
         layer, software = model.rows[i].layer, setting.software
         numbers = [weights_in(layer, name, software) for name in held_by(layer, software) if name not in layer.frozen]
         numbers = numbers if layer.shapes else [weights_of(layer, software)[0]]
-        sizes += [prices[i].weights / sum(numbers) * number for number in numbers if number]
+        sizes += [held / sum(numbers) * number for number in numbers if number]
     return sizes
 
 

@@ -23,6 +23,15 @@ class PricedStrategy:
     estimate: Estimate
     value: Value
 
+    def is_better(self, other: PricedStrategy | None) -> bool:
+        """Whether it is preferred; of equals, the one with the smaller model axis."""
+        return other is None or self._order < other._order
+
+    @property
+    def _order(self) -> tuple[float, float, int]:
+        first, second = (float(f"{each:.9g}") for each in self.value)  # sums in another order are no difference
+        return first, second, self.strategy.degrees[2]
+
 
 def fullest_stages(strategy: ResolvedStrategy, price: Estimate) -> str:
     """The stages of the fullest rank as text: "stage 1", or "stages 1 and 2" of a rank with several."""
@@ -95,9 +104,9 @@ class Incumbents:
             self.least_memory = found
         if estimate.peak_bytes <= self.problem.memory_bytes:
             degrees = strategy.degrees
-            if degrees not in self.by_degrees or found.value < self.by_degrees[degrees].value:
+            if found.is_better(self.by_degrees.get(degrees)):
                 self.by_degrees[degrees] = found
-            if self.best is None or found.value < self.best.value:
+            if found.is_better(self.best):
                 self.best = found
         return found
 

@@ -218,8 +218,8 @@ def seconds_of_weights(prices: LayerPrices, candidate: Candidate, is_hidden: boo
     setting, many = with_options(prices.setting, candidate), 1e9
     hiding = inf if is_hidden else 0.0
     stages = [replace(_EMPTY, weights=many, shared=shared, forward_s=hiding, input_s=hiding) for shared in (0.0, many)]
-    own, shared = (reduction_s([stage], setting) / many for stage in stages)
-    return own + optimizer_s(many, setting) / many, shared - own
+    own, shared = ((reduction_s([stage], setting) + optimizer_s(stage.trained, setting)) / many for stage in stages)
+    return own, shared - own
 
 
 def least_step_s(prices: LayerPrices, candidate: Candidate, micro_batch_s: float, weights: float) -> float:
@@ -247,7 +247,8 @@ def least_update_s(prices: LayerPrices, candidate: Candidate, weights: float) ->
     setting = with_options(prices.setting, candidate)
     # unlimited compute to overlap with; ZeRO 3 gathers embeddings for forward only, which is least
     stage = replace(_EMPTY, weights=weights, tables=weights, forward_s=inf, input_s=inf)
-    return reduction_s([stage], setting) + optimizer_s(weights, setting) + setting.hardware.step_s
+    update = optimizer_s(Weights(weights, shared=weights), setting)  # of which a shard has least
+    return reduction_s([stage], setting) + update + setting.hardware.step_s
 
 
 def with_options(setting: StageSettings, candidate: Candidate) -> StageSettings:
