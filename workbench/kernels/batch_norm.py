@@ -156,6 +156,7 @@ def gradient_sums(
         found = torch.batch_norm_backward_reduce(dy, x, mean, invstd, weight, True, has_weight, False)
         return torch.stack(found[:2]), found[0], found[2]
     # The training kernel computes the sums only, from the given statistics.
+    dy, x = in_one_space_dim(dy), in_one_space_dim(x)
     _, of_weight, of_bias = _backward(dy, x, None, None, None, mean, invstd, True, 0.0, [False, True, True])
     sums = torch.stack([of_bias, of_weight]).to(mean.dtype)
     return sums, *sums
@@ -176,6 +177,16 @@ def input_gradient(
     taken = normalize(x.to(mean.dtype), statistics, slope, offset, eps)
     scale = invstd if weight is None else invstd * weight
     return taken.add_(dy).mul_(per_channel(scale, x.dim())).to(x.dtype)
+
+
+def in_one_space_dim(x: torch.Tensor) -> torch.Tensor:
+    """One sample (1, channels, positions), which torch's kernels for CPUs normalize right in backward, too.
+
+    With more dims they take a sample whose channels lie together for channels last, and mix up its numbers with those
+    of one that lies otherwise (torch 2.13; channels lie together behind ``flatten(2).transpose(1, 2)``). A batch of
+    several samples is left as it is.
+    """
+    return x.flatten(2) if len(x) == 1 and x.dim() > 3 else x
 
 
 def per_channel(values: torch.Tensor, ndim: int) -> torch.Tensor:

@@ -72,12 +72,13 @@ class Resolution:
     """
 
     signatures: str | Sequence[Signature]
-    localize: Callable[[Call, list[Spec], list[Spec], tuple[str, ...]], LocalFunction | None] | None = None
+    localize: Localize | None = None
     filled: str = ""
     accepts: Callable[[tuple[NdSbp, ...], tuple[NdSbp, ...]], bool] | None = None
     goes_by_dtype: bool = False
 
 
+Localize = Callable[[Call, list[Spec], list[Spec], tuple[str, ...]], LocalFunction | None]
 RuleFunction = Callable[[Call], Resolution | None]
 Registered = TypeVar("Registered", bound=Callable[..., Any])
 RULES: dict[str, RuleFunction] = {}

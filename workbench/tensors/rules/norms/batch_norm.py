@@ -24,6 +24,7 @@ from workbench.kernels.batch_norm import (
     Statistics,
     combine,
     gradient_sums,
+    in_one_space_dim,
     input_gradient,
     normalize,
     per_channel,
@@ -33,7 +34,7 @@ from workbench.tensors.boxing.box import box_gradient, box_implicitly
 from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.local_call import sum_terms
 from workbench.tensors.dispatch.placeholder_calls import placeholder_outputs, recipe_of, write_placeholder
-from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
+from workbench.tensors.dispatch.registry import Call, LocalFunction, Localize, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
 from workbench.tensors.patch_table import patch
 from workbench.tensors.rules.reduction.two_stage import needs_grad
@@ -46,7 +47,16 @@ def _batch_norm_frozen(call: Call) -> Resolution | None:
     """With given statistics, channels are independent."""
     if call.arg(5, "training", False) or len(call.shapes[0]) < 2 or any(len(shape) != 1 for shape in call.shapes[1:]):
         return None
-    return Resolution(f"nc...{', c' * (len(call.operands) - 1)} -> nc...", filled="nc")
+    return Resolution(f"nc...{', c' * (len(call.operands) - 1)} -> nc...", of_one_sample(F.batch_norm), filled="nc")
+
+
+def of_one_sample(function: LocalFunction) -> Localize:
+    """A norm of samples and channels that is right for shards of one sample on CPUs, too."""
+
+    def local(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return function(in_one_space_dim(x), *args, **options).view(x.shape)
+
+    return lambda call, inputs, outputs, letters: local if inputs[0].local_shape[0] == 1 else None
 
 
 @composite("batch_norm")

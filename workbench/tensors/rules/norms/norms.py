@@ -21,7 +21,7 @@ from workbench.tensors.dispatch.local_call import local_call, sum_terms
 from workbench.tensors.dispatch.planning import as_autocast_gives
 from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, normalize_dims, rule, term
 from workbench.tensors.global_tensor import GlobalTensor, Spec
-from workbench.tensors.rules.norms.batch_norm import fit_channels, global_input, move_running
+from workbench.tensors.rules.norms.batch_norm import fit_channels, global_input, move_running, of_one_sample
 from workbench.tensors.rules.reduction.two_stage import splits, stages_of, terms
 from workbench.tensors.rules.reduction.variance import accumulation_dtype, moments
 
@@ -144,7 +144,8 @@ def _group_norm(call: Call) -> Resolution:
 def _instance_norm(call: Call) -> Resolution | None:
     """Without running statistics, the channels of all samples are independent."""
     space = "XYZ"[: len(call.shapes[0]) - 2]
-    return Resolution(f"nc{space}{', c' * (len(call.operands) - 1)} -> nc{space}", filled="nc")
+    text = f"nc{space}{', c' * (len(call.operands) - 1)} -> nc{space}"
+    return Resolution(text, of_one_sample(F.instance_norm), filled="nc")
 
 
 @composite("instance_norm")
