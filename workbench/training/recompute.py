@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from workbench.core.recompute_kinds import chosen_blocks
 from workbench.errors import StrategyError
@@ -30,28 +29,9 @@ from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.hidden_from_modes import hidden_from_modes
 from workbench.tensors.reached_objects import PLAIN_VALUES
 from workbench.tensors.tensor_state import version_of
-from workbench.training.diagnostics.memory import ActivationMeter
+from workbench.training.kept_results import KEPT, count_kept, keeping_contexts
 from workbench.training.strategies.blocks import repeated_blocks
 from workbench.training.strategies.state import ParallelState, layers_of
-
-
-def _operators(*names: str) -> list[Any]:
-    """Those that this torch has."""
-    found = (getattr(getattr(torch.ops.aten, name, None), "default", None) for name in names)
-    return [operator for operator in found if operator is not None]
-
-
-_PRODUCTS = _operators(
-    "mm", "addmm", "_scaled_mm", "convolution", "_convolution", "_grouped_mm", "mkldnn_convolution"
-)  # fmt: skip
-"""Products with weights: linear layers, convolutions, experts."""
-_ATTENTION = _operators(
-    "bmm", "baddbmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-)  # fmt: skip
-"""Products of two activations."""
-KEPT: dict[str, list[Any]] = {"attention": _PRODUCTS, "cheap": [*_PRODUCTS, *_ATTENTION]}
-"""By the option ``recompute``: the operators whose results a block keeps."""
 
 
 def install(module: nn.Module, state: ParallelState) -> list[Any]:
@@ -116,11 +96,6 @@ def _held(block: nn.Module, kind: str) -> list[tuple[dict[str, Any], str, Any]]:
     return [(held, name, tensor) for held in holders for name, tensor in held.items()]
 
 
-def _has_recurrence(block: nn.Module) -> bool:
-    """Whether torch's recurrent layers are in a block. They write to results of products, a GRU unseen by versions."""
-    return any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in block.modules())
-
-
 class Recomputed:
     """Runs the calls of a block with its hooks, which gather or load parameters and must do so in both runs.
 
@@ -129,7 +104,7 @@ class Recomputed:
     """
 
     def __init__(self, block: nn.Module, how: str = "full") -> None:
-        self.block, self.kept = block, None if _has_recurrence(block) else KEPT.get(how)
+        self.block, self.kept = block, KEPT.get(how)
         block._compiled_call_impl = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recomputed:
@@ -160,10 +135,10 @@ class Recomputed:
 
         if self.kept is None:
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
-        contexts = create_selective_checkpoint_contexts(self.kept)
         kwargs |= _KEPT_PASS_HOOKS_BY
+        contexts = keeping_contexts(self.kept)
         result = checkpoint(run, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
-        _count_kept(contexts[0].storage)
+        count_kept(contexts[0])
         return result
 
     def _without_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -188,16 +163,6 @@ class Recomputed:
         if "use_cache" in named:
             named["use_cache"] = False
         return tuple(None if isinstance(value, of_transformers) else value for value in args), named
-
-
-def _count_kept(storage: Any) -> None:
-    """Let a meter of activations count the results that a block keeps, until backward takes them."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    meter = getattr(hooks[0], "__self__", None) if hooks is not None else None
-    if isinstance(meter, ActivationMeter):
-        for kept in tree_leaves(storage):
-            if isinstance(getattr(kept, "val", None), torch.Tensor):
-                kept.counted = meter.count(kept.val)
 
 
 @contextmanager
