@@ -5,6 +5,7 @@ look at the order of calls.
 import copy
 import random
 import threading
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -29,6 +30,11 @@ class Notes:
 
     def __init__(self):
         self.found, self.rate, self.by_name = [], 0.0, {"rows": []}
+
+
+class Kinds(OrderedDict):
+    def __getitem__(self, name):  # makes what it is asked for, as the table of activations of ``transformers`` does
+        return super().__getitem__(name)()
 
 
 class Block(nn.Module):
@@ -281,7 +287,7 @@ def test_what_a_forward_changes_is_noticed_and_put_back():
     """
     model = Model(Block)
     model.empty, model.rows, model.last = Calls(), Table(), (torch.zeros(2), (np.zeros(2), 1))
-    model.bits = np.random.PCG64(3)
+    model.bits, model.kinds = np.random.PCG64(3), Kinds(relu=nn.Bilinear)
     model.bl[0].table = np.zeros((2, 3))
     model.names, model.waiting, model.weight = {"a"}, torch.Generator(), torch.zeros(())
     changes = [
@@ -302,6 +308,7 @@ def test_what_a_forward_changes_is_noticed_and_put_back():
         lambda: model.seen.append(1),
         lambda: setattr(model.notes, "rate", 0.5),
         lambda: setattr(model.notes, "other", 0.5),
+        lambda: model.kinds.clear(),
         lambda: model.notes.by_name["rows"].append(1),
         lambda: model.bl[0].table.fill(1),
         lambda: model.bl[0].register_forward_hook(print, with_kwargs=True),

@@ -254,6 +254,32 @@ def test_a_cache_that_a_block_fills_is_refused():
         run_ranks(program, 1)
 
 
+class CachedLayer(Block):
+    def forward(self, x, cache=None):
+        return super().forward(
+            x if cache is None else cache.update(x[:, None, None], x[:, None, None], 0)[0].mean((1, 2))
+        )
+
+
+class TwoTowers(nn.Module):
+    """The second tower attends to what the first one has left in a cache, as vision-language-action models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.eyes, self.hands = (nn.ModuleList(CachedLayer() for _ in range(2)) for _ in range(2))
+
+    def forward(self, x):
+        cache = pytest.importorskip("transformers").DynamicCache()
+        for block in (*self.eyes, *self.hands):
+            x = block(x, cache=cache)
+        return x
+
+
+def test_a_cache_between_two_lists_of_blocks_is_refused():
+    with pytest.raises(StrategyError, match=r"blocks of hands read 1 cache .*\(DynamicCache\) that the blocks of eyes"):
+        run_ranks(lambda: wb.parallelize(TwoTowers(), "*: data | recompute")(torch.ones(2, 16)), 1)
+
+
 class Popping(Block):
     """Takes a tensor from a list of its caller's, as the upper half of a U-Net does."""
 

@@ -127,7 +127,9 @@ def _contents(value: Any) -> Any:
     if type(value) is torch.Tensor and not value.requires_grad:
         return version_of(value), value.clone()
     if isinstance(value, HOLDERS):
-        return dict(value) if isinstance(value, dict) else list(value)
+        if isinstance(value, dict):  # a subclass may make something anew in its ``[]``
+            return {key: dict.__getitem__(value, key) for key in value}
+        return list(value)
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, _OF_NUMPY):

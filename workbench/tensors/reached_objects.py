@@ -95,7 +95,7 @@ def reached_from(value: Any, with_code: bool) -> Iterable[Any] | None:
     if isinstance(value, nn.Module):
         found = _of_module(value)
     elif isinstance(value, (*HOLDERS, tuple, frozenset)):
-        found = [*value, *value.values()] if isinstance(value, dict) else list(value)
+        found = [*value, *dict.values(value)] if isinstance(value, dict) else list(value)
         if hasattr(value, "__dict__"):  # attributes beside its contents
             found.append(value.__dict__)
     elif isinstance(value, CellType):

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -36,7 +37,9 @@ from workbench.training.strategies.state import ParallelState, layers_of
 
 def install(module: nn.Module, state: ParallelState) -> list[Any]:
     """Make every block of ``module`` recompute, if the strategy says so."""
-    return [Recomputed(block, state.strategy.options.recompute) for block in _chosen_blocks(module, state)]
+    blocks = _chosen_blocks(module, state)
+    around = {part: path.rpartition(".")[0] for path, part in module.named_modules()} if blocks else {}
+    return [Recomputed(block, state.strategy.options.recompute, around[block]) for block in blocks]
 
 
 def _chosen_blocks(module: nn.Module, state: ParallelState) -> list[nn.Module]:
@@ -100,17 +103,16 @@ class Recomputed:
     """Runs the calls of a block with its hooks, which gather or load parameters and must do so in both runs.
 
     It takes the place of a compiled call of ``nn.Module.compile``, which torch leaves out of copies of a module: a copy
-    of this object, in the copied state of the model, puts itself there. ``how`` is the option of a strategy.
+    of this object, in the copied state of the model, puts itself there. ``how`` is the option of a strategy, ``around``
+    the path of what the block is a member of.
     """
 
-    def __init__(self, block: nn.Module, how: str = "full") -> None:
-        self.block, self.kept = block, KEPT.get(how)
+    def __init__(self, block: nn.Module, how: str = "full", around: str = "") -> None:
+        self.block, self.how, self.around, self.kept = block, how, around, KEPT.get(how)
         block._compiled_call_impl = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recomputed:
-        made = Recomputed(copy.deepcopy(self.block, memo))
-        made.kept = self.kept
-        return made
+        return Recomputed(copy.deepcopy(self.block, memo), self.how, self.around)
 
     def remove(self) -> None:
         """Make the block save its activations again."""
@@ -159,6 +161,15 @@ class Recomputed:
                 )
         if not empty:
             return args, kwargs
+        for cache in empty:
+            filled_by = _left_out.setdefault(cache, self.around)
+            if filled_by != self.around:
+                raise StrategyError(
+                    f"recompute: the blocks of {self.around} read 1 cache of keys and values "
+                    f"({type(cache).__name__}) that the blocks of {filled_by} have filled. Blocks run again without "
+                    "caches, whose entries would be those of the first run. Leave recompute out, or use offload=, "
+                    "zero= or more ranks, if memory is short."
+                )
         named = {name: None if isinstance(value, of_transformers) else value for name, value in kwargs.items()}
         if "use_cache" in named:
             named["use_cache"] = False
@@ -187,6 +198,10 @@ def _explaining_errors(block: nn.Module) -> Iterator[None]:
                 "runs again for each backward, or add the losses and call backward once."
             ) from error
         raise
+
+
+_left_out: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""By cache, the path of the blocks that were called without it."""
 
 
 def _is_cache(value: Any, of_transformers: Any) -> bool:
