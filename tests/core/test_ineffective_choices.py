@@ -63,9 +63,18 @@ def test_a_row_that_names_a_layer_and_splits_nothing_of_it_is_said():
     assert "write data" in text
 
 
-@pytest.mark.parametrize("text", ["*: model", "*: data", "*: data; norm: model", "fc*: model; rnn: model"])
+@pytest.mark.parametrize("text", ["*: data", "*: data; norm: model", "fc*: model; rnn: model"])
 def test_rows_for_all_layers_for_vectors_and_beside_split_layers_are_as_meant(text: str):
     assert split_nothing(text) == []
+
+
+@pytest.mark.parametrize(("largest", "is_said"), [(200, True), (400, False)])
+def test_a_model_most_of_which_stays_whole_under_model_is_said(largest: int, is_said: bool):
+    layers = [RECURRENT[-1], Layer("head", "Linear", {"weight": (largest // 8, 8)}, largest)]
+    strategy = Strategy("*: model")
+    texts = rows_that_split_nothing(strategy, layers, strategy.resolve(layers, 2))
+    assert len(texts) == is_said
+    assert not is_said or "less than half of the weights: each of 2 ranks holds 288 of 488, the most" in texts[0]
 
 
 def test_on_a_model_axis_of_one_rank_nothing_is_said():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedStrategy, Strategy
@@ -40,7 +41,8 @@ def find_ineffective_choices(resolved: ResolvedStrategy) -> list[IneffectiveChoi
 
 def rows_that_split_nothing(strategy: Strategy, layers: Sequence[Layer], resolved: ResolvedStrategy) -> list[str]:
     """Texts about rows ``model`` for layers with matrices, of which none is split, nor any layer beside them. Between
-    split layers such a row saves boxings; ``*: model`` is for whatever can be split.
+    split layers such a row saves boxings; ``*: model`` is for whatever can be split, which should be
+    half of the weights.
 
     >>> layers = [Layer("fc", "Linear", {"weight": (4, 4)}), Layer("rnn", "LSTM", {"weight_ih_l0": (16, 4)}, 64)]
     >>> strategy = Strategy("fc: data; rnn: model")
@@ -54,13 +56,27 @@ def rows_that_split_nothing(strategy: Strategy, layers: Sequence[Layer], resolve
         is_as_meant = resolved.stage_width(choice.stage)[1] == 1 or row.parallel != "model" or str(row) in useful
         if row.pattern != "*" and not is_as_meant and _has_matrix(layer):
             found.setdefault(str(row), layer)
-    stages = {choice.name: choice.stage for choice in resolved.layers}
-    return [
-        f"row {row!r} splits no weight: each of {resolved.stage_width(stages[layer.name])[1]} ranks holds all "
-        f"{layer.num_parameters} of {layer.name} ({layer.kind}). model splits linear layers, embeddings, convolutions, "
-        "torch's attention and experts. Fix: write data in place of model, so that each rank computes its own samples."
+    widths = {choice.name: resolved.stage_width(choice.stage)[1] for choice in resolved.layers}
+    texts = [
+        f"row {row!r} splits no weight: each of {widths[layer.name]} ranks holds all {layer.num_parameters} of "
+        f"{layer.name} ({layer.kind}). {_WHAT_IS_SPLIT} Fix: write data in place of model, so that each rank computes "
+        "its own samples."
         for row, layer in found.items()
     ]
+    asked = [index for index, row in enumerate(rows) if row.parallel == "model" and row.pattern == "*"]
+    whole = [layers[index] for index in asked if splits[index] is None]
+    number, of = sum(each.num_parameters for each in whole), sum(layers[index].num_parameters for index in asked)
+    largest = max(whole, key=attrgetter("num_parameters"), default=None)
+    if largest is not None and 2 * number > of and widths[largest.name] > 1:
+        texts.append(
+            f"row '*: model' splits less than half of the weights: each of {widths[largest.name]} ranks holds {number} "
+            f"of {of}, the most of them in {largest.name} ({largest.kind}). {_WHAT_IS_SPLIT} Fix: write data in place "
+            "of model, with zero=3 if memory is short."
+        )
+    return texts
+
+
+_WHAT_IS_SPLIT = "model splits linear layers, embeddings, convolutions, torch's attention and experts."
 
 
 def _has_matrix(layer: Layer) -> bool:

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.program_state import ProgramState, tables_of
 from workbench.tensors.world import current
 from workbench.training.batches import Batch, LossFunction
+from workbench.training.fresh_inputs import fresh
 from workbench.training.strategies.state import STATE, describe, layers_of
 from workbench.training.traced_calls import describe_with_calls
 from workbench.transport.traffic import Time, seconds
@@ -105,7 +106,7 @@ def partition_stages(
                 f"partition_stages: {name}={number!r}, but a {what} has a whole number of them, from 1 on."
             )
     batch = Batch.of_arguments(inputs, targets, loss_fn)
-    layers = _restoring_state(module, lambda: describe_with_calls(module, batch))
+    layers = _restoring_state(module, lambda: describe_with_calls(module, _fresh(batch)))
     parts = [[layer.name for layer in part] for part in stage_parts(layers)]
     if num_stages > len(parts):
         raise StrategyError(
@@ -145,8 +146,12 @@ def _samples(module: nn.Module, loss_fn: LossFunction | None, batch: Batch, num_
     for number in range(num_samples):
         quarters = number * (current().rank + 1) % 4
         time.sleep(quarters / 4 * sum(found[-1].values()) if found else 0.0)
-        found.append(_measure(module, loss_fn, batch))
+        found.append(_measure(module, loss_fn, _fresh(batch)))
     return found
+
+
+def _fresh(batch: Batch) -> Batch:
+    return replace(batch, inputs=fresh(batch.inputs))
 
 
 def _measure(module: nn.Module, loss_fn: LossFunction | None, batch: Batch) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from workbench.core.presets import strategy_of
 from workbench.core.strategy import ResolvedStrategy, Strategy
@@ -23,6 +23,7 @@ from workbench.tensors.random import draw_key
 from workbench.tensors.tensor_state import forget_derived, version_of
 from workbench.tensors.world import World, current
 from workbench.training.batches import Batch, Count, LossFunction, call, check_loss_fn, loss_of
+from workbench.training.fresh_inputs import fresh
 from workbench.training.gradients.stale_optimizer import optimizers_of
 from workbench.training.joined_outputs import join, refuse_dataclasses
 from workbench.training.mean_losses import check_own_loss
@@ -119,11 +120,12 @@ def train_micro_batches(
     executor, table = _prepare(module, state, world, len(parts), batch, loss_fn)
     prepare = executor.prepare_batch
     parts = [replace(part, inputs=prepare(part.inputs, is_input=True), targets=prepare(part.targets)) for part in parts]
+    given = _given_to(executor)
 
     def program(index: int) -> torch.Tensor:
         part = parts[index]
         with around_forward():
-            output = call(module, part.inputs)
+            output = call(module, given(part.inputs))
             if len(parts) > 1 and loss_fn is not None:
                 state.check_loss(loss_fn, output, part.targets, len(parts))
             with state.layouts.combining_on_latest_stage():  # an auxiliary loss may come from an earlier stage
@@ -186,12 +188,18 @@ def evaluate(module: nn.Module, inputs: Any, *, rows: Rows | None = None) -> Any
     try:
         with torch.no_grad():
             forwards = [action for action in table[_slice_of(world.rank, state.resolved)] if action.kind == "F"]
-            executor.evaluate(forwards, lambda index: call(module, parts[index].inputs), take)
+            given = _given_to(executor)
+            executor.evaluate(forwards, lambda index: call(module, given(parts[index].inputs)), take)
             state.spans = executor.spans
             return join([outputs[index] for index in range(len(parts))], [part.share for part in parts], sizes)
     finally:
         for part, mode in modes:
             part.training = mode
+
+
+def _given_to(executor: Executor) -> Callable[[Any], Any]:
+    """What a forward gets of the inputs of a micro-batch. For several stages it runs as often, each time on a copy."""
+    return fresh if len(executor.stages) > 1 else lambda inputs: inputs
 
 
 def _prepare(
@@ -249,8 +257,7 @@ def reorder_stages(module: nn.Module, state: ParallelState, inputs: Any, world: 
         has_grad = torch.is_grad_enabled()  # which False below would switch on
         # An evaluation may be in inference mode, and tensors that are made there never train.
         with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
-            inputs = tree_map_only(torch.Tensor, lambda leaf: leaf.clone() if leaf.is_inference() else leaf, inputs)
-            own = strategy_of(preset, describe(module, _calls(module, inputs, world)), world.world_size)
+            own = strategy_of(preset, describe(module, _calls(module, fresh(inputs), world)), world.world_size)
             strategy: Strategy = all_gather_object(own, world, "the order of a model's layers")[0]  # one for all ranks
             if strategy == state.strategy:
                 return state
