@@ -59,3 +59,19 @@ def test_a_block_that_runs_again_writes_the_same_to_its_parameters(momentum):
 
     with pytest.raises(StrategyError, match=r"1 of 3 parameters.* register_buffer") if momentum else nullcontext():
         run_ranks(program, 2)
+
+
+def test_a_block_that_writes_to_what_it_was_given_is_named():
+    class Scaling(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x.mul_(0.5).clone())
+
+    blocks = [Scaling(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(2)]
+    model, (inputs, _) = nn.Sequential(nn.Linear(16, 16), *blocks), batch_for("mlp")
+
+    def program(strategy):
+        wb.parallelize(copy.deepcopy(model), strategy)(inputs).sum().backward()
+
+    run_ranks(lambda: program("*: data"), 2)
+    with pytest.raises(StrategyError, match=r"Scaling has written in place to 1 tensor that it was given .*x = x \+ y"):
+        run_ranks(lambda: program("*: data | recompute"), 2)

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from workbench.core.recompute_kinds import chosen_blocks
@@ -124,6 +125,7 @@ class Recomputed:
             return self.block._call_impl(*args, **kwargs)
         args, kwargs = self._without_caches(args, kwargs)
         state, has_run = _StateBefore(self.block), False
+        given = [(t, _version(t)) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal has_run
@@ -133,6 +135,13 @@ class Recomputed:
             has_run = True
             result = self.block._call_impl(*args, **kwargs)
             state.forget_unchanged()
+            if any(_version(t) != version and t.requires_grad for t, version in given):
+                raise StrategyError(
+                    f"recompute: {type(self.block).__name__} has written in place to 1 tensor that it was given "
+                    "(x += y), where its second run would find other values. Compute a new tensor (x = x + y), or "
+                    "leave recompute out."
+                )
+            given.clear()
             return result
 
         if self.kept is None:
