@@ -107,6 +107,7 @@ def test_copies_in_a_state_dictionary_are_loaded(tmp_path, strategy):
         torch.testing.assert_close(found[2:], [*made[1].parameters()], rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:parallelize. row '.. model' splits less than half:UserWarning")
 @pytest.mark.parametrize("strategy", ["*: data", "*: model"])
 def test_weights_are_found_under_their_older_names(tmp_path, strategy):
     """As torch's own ``load_state_dict`` does."""
